@@ -1,0 +1,347 @@
+"""Every setting of a run, as frozen dataclasses, and the one way to read them.
+
+A config is a value: hashable, comparable, and turned from and into plain dicts
+(so YAML) without loss. `from_dict` is the only door in. It names the key that is
+wrong and the nearest key that exists; it never ignores one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any, Literal, get_type_hints
+
+import pydantic
+
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
+
+
+def opt(default: Any, doc: str) -> Any:
+    """A config field with its default and the one line that `--help` shows."""
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and policy of one decoder of the Llama family."""
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_mlp: int
+    rope_theta: float = opt(10000.0, "base of the rotary frequencies")
+    norm_eps: float = opt(1e-5, "added to the mean square inside RMSNorm")
+    tie_embeddings: bool = opt(True, "the LM head is the transposed embedding")
+    max_positions: int = opt(2048, "longest sequence the model was trained for")
+    dtype: str = opt("float32", "compute dtype; params stay float32")
+    remat: bool = opt(False, "recompute each block in the backward pass")
+    unroll: int = opt(1, "blocks unrolled per step of the scan over layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """The actor, and so the reference: which weights, which of them learn."""
+
+    path: str = opt("", "Hugging Face directory or .gguf file of the policy")
+    train_layers: int = opt(0, "learn only the top n blocks; 0 = every weight")
+    dtype: Literal["float32", "bfloat16"] = opt("float32", "compute dtype")
+    remat: bool = opt(False, "recompute blocks in the backward pass, saves memory")
+    unroll: int = opt(1, "blocks unrolled per step of the scan over layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """The value function."""
+
+    layout: Literal["separate", "shared"] = opt(
+        "separate", "a model of its own, or a head on the actor's last hidden state"
+    )
+    init: Literal["reward", "policy"] = opt(
+        "policy", "start from the reward model's weights or from the policy's"
+    )
+    train_layers: int = opt(0, "learn only the top n blocks; 0 = every weight")
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """Where scores come from, and what happens to them."""
+
+    model: str = opt("", "directory of a reward model; empty = a Python function")
+    function: str = opt("", "Python reward as 'package.module:function' or 'file.py:f'")
+    timeout: float = opt(60.0, "seconds a Python reward function may take a batch")
+    missing_eos_penalty: float | None = opt(
+        None, "score of a response without a stop token (null: leave the score)"
+    )
+    missing_eos_mode: Literal["replace", "subtract"] = opt(
+        "replace", "the penalty replaces the score, or is subtracted from it"
+    )
+    score_at: Literal["last", "after_eos"] = opt(
+        "last", "slot of the score: the last valid token, or the one after (TRL)"
+    )
+    whiten: bool = opt(False, "scale shaped rewards to unit variance (mean kept)")
+    clip: float | None = opt(None, "clip scores to ±clip")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How responses are drawn; temperature also divides every scored logit."""
+
+    max_new_tokens: int = opt(64, "response slots, in tokens")
+    temperature: float = opt(1.0, "divides the logits everywhere; 0 = greedy decoding")
+    top_k: int = opt(0, "keep the k likeliest tokens; 0 = all (sampling only)")
+    top_p: float = opt(1.0, "keep the smallest set of probability p (sampling only)")
+    min_p: float = opt(0.0, "drop tokens below min_p × the likeliest (sampling only)")
+    stop: tuple[str, ...] = opt(
+        (), "single-token texts that end a response, besides EOS"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class PPOConfig:
+    """One PPO iteration: arXiv 1707.06347, with the choices of arXiv 2403.17031."""
+
+    batch_size: int = opt(64, "sequences a rollout")
+    epochs: int = opt(4, "passes over one rollout")
+    minibatches: int = opt(1, "optimizer steps an epoch")
+    micro_batches: int = opt(1, "gradient accumulation: parts of a minibatch")
+    eps: float = opt(0.2, "clip range ε of the ratio")
+    eps_high: float | None = opt(None, "upper clip range, where it differs (DAPO)")
+    dual_clip: float | None = opt(None, "bound c of the loss where A < 0 (dual clip)")
+    value_eps: float | None = opt(0.2, "clip range of the values; null = no clipping")
+    value_coef: float = opt(0.5, "c₁, weight of the value loss (shared layout only)")
+    entropy_coef: float = opt(0.0, "c₂, weight of the entropy bonus")
+    gamma: float = opt(1.0, "discount γ")
+    lam: float = opt(0.95, "λ of generalised advantage estimation")
+    whiten_advantages: bool = opt(True, "normalise advantages over the global batch")
+    aggregation: Aggregation = opt("token-mean", "how token losses become one number")
+    logp_old: Literal["recompute", "sampler"] = opt(
+        "recompute", "old log-probs from the training forward or from the decoder"
+    )
+    tis_cap: float | None = opt(None, "cap C of sampler-mismatch weights; null = off")
+    head_chunk: int = opt(4096, "tokens of logits that exist at one time")
+
+
+@dataclasses.dataclass(frozen=True)
+class KLConfig:
+    """The leash to the reference policy."""
+
+    beta: float = opt(0.05, "KL coefficient β (its start, where it adapts)")
+    estimator: Literal["k1", "k2", "k3"] = opt("k1", "per-token estimator")
+    where: Literal["reward", "loss"] = opt("reward", "in the reward, or in the loss")
+    controller: Literal["fixed", "paper", "ziegler"] = opt("fixed", "how β moves")
+    target: float = opt(6.0, "KL per sequence, in nats, that a controller steers to")
+    horizon: float = opt(10000.0, "episodes over which Ziegler's controller moves β")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with a schedule; a non-finite step is skipped and counted."""
+
+    lr: float = opt(1e-6, "peak learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = opt("constant", "decay to 0")
+    warmup: int = opt(0, "optimizer steps of linear warm-up")
+    b1: float = opt(0.9, "Adam β₁")
+    b2: float = opt(0.999, "Adam β₂")
+    eps: float = opt(1e-5, "Adam ε (arXiv 2403.17031 uses 1e-5)")
+    weight_decay: float = opt(0.0, "decoupled weight decay")
+    max_grad_norm: float = opt(1.0, "clip by global norm; 0 = off")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; one may be −1, 'all the devices that remain'."""
+
+    slice: int = opt(1, "pod slices, across the data-centre network")
+    data: int = opt(1, "batch cut, weights whole")
+    fsdp: int = opt(-1, "batch and weights cut")
+    tensor: int = opt(1, "heads and hidden features cut")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Prompts."""
+
+    prompts: str = opt("", "JSONL file with a prompt a line")
+    column: str = opt("prompt", "its column with the prompt text")
+    max_prompt_tokens: int = opt(0, "prompt slots; 0 = the longest prompt")
+    overlong: Literal["error", "drop"] = opt("error", "what to do with longer prompts")
+    shuffle: bool = opt(True, "a new order every pass")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """One run and its folder."""
+
+    folder: str = opt("runs/ppo", "everything that the run writes")
+    steps: int = opt(100, "PPO iterations")
+    seed: int = opt(0, "of weights, data order and sampling")
+    checkpoint_every: int = opt(50, "iterations; 0 = only at the end")
+    keep: int = opt(2, "checkpoints kept")
+    resume: bool = opt(True, "go on from the folder's last checkpoint")
+    samples_every: int = opt(10, "iterations between logged samples; 0 = never")
+    tensorboard: bool = opt(True, "write TensorBoard events")
+    quiet: bool = opt(False, "print nothing but errors")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole PPO run."""
+
+    policy: PolicyConfig = PolicyConfig()
+    critic: CriticConfig = CriticConfig()
+    reward: RewardConfig = RewardConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    ppo: PPOConfig = PPOConfig()
+    kl: KLConfig = KLConfig()
+    actor_optim: OptimConfig = OptimConfig()
+    critic_optim: OptimConfig = OptimConfig()
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig = DataConfig()
+    run: RunConfig = RunConfig()
+
+    def __post_init__(self):
+        check(self)
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be: one line that names the key and what to do."""
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+def check(cfg: Config) -> None:
+    """Relations between settings that types cannot say. Raises ConfigError."""
+    ppo, kl = cfg.ppo, cfg.kl
+    for key in ("batch_size", "epochs", "minibatches", "micro_batches", "head_chunk"):
+        value = getattr(ppo, key)
+        _require(value >= 1, f"ppo.{key} must be at least 1, got {value}")
+    rows, parts = ppo.batch_size, ppo.minibatches * ppo.micro_batches
+    _require(
+        rows % parts == 0,
+        f"ppo.batch_size {rows} does not divide into ppo.minibatches {ppo.minibatches}"
+        f" × ppo.micro_batches {ppo.micro_batches} = {parts} equal parts",
+    )
+    _require(0 <= ppo.lam <= 1, f"ppo.lam must lie in [0, 1], got {ppo.lam}")
+    _require(0 <= ppo.gamma <= 1, f"ppo.gamma must lie in [0, 1], got {ppo.gamma}")
+    _require(0 < ppo.eps < 1, f"ppo.eps must lie in (0, 1), got {ppo.eps}")
+    _require(kl.beta >= 0, f"kl.beta must not be negative, got {kl.beta}")
+    _require(kl.target > 0, f"kl.target must be positive, got {kl.target}")
+    s = cfg.sampling
+    _require(
+        s.max_new_tokens >= 1,
+        f"sampling.max_new_tokens must be at least 1, got {s.max_new_tokens}",
+    )
+    _require(
+        s.temperature > 0,
+        f"sampling.temperature must be positive to train, got {s.temperature}:"
+        " a greedy policy has no log-probs to compare",
+    )
+    _require(
+        ppo.logp_old == "recompute" or (s.top_k == 0 and s.top_p >= 1 and s.min_p <= 0),
+        "ppo.logp_old=sampler needs full-vocabulary sampling: unset sampling.top_k,"
+        " top_p and min_p, or use ppo.logp_old=recompute",
+    )
+    _require(
+        not (cfg.critic.layout == "shared" and cfg.critic.init == "reward"),
+        "critic.init=reward needs critic.layout=separate: a shared critic is a head on"
+        " the actor",
+    )
+    _require(cfg.run.steps >= 1, f"run.steps must be at least 1, got {cfg.run.steps}")
+
+
+def keys(cls: type = Config, prefix: str = "") -> dict[str, tuple[Any, Any, str]]:
+    """Every dotted key with (type, default, one line of help)."""
+    found: dict[str, tuple[Any, Any, str]] = {}
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        name, kind = prefix + field.name, hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            found |= keys(kind, name + ".")  # type: ignore[arg-type]
+        else:
+            found[name] = (kind, field.default, field.metadata.get("doc", ""))
+    return found
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"ppo": {"eps": .1}} → {"ppo.eps": .1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _nearest(key: str, known: dict[str, Any]) -> str:
+    """The known key that looks most like this one, or ends like it."""
+
+    def likeness(other: str) -> float:
+        tail = difflib.SequenceMatcher(None, key.split(".")[-1], other.split(".")[-1])
+        return difflib.SequenceMatcher(None, key, other).ratio() + tail.ratio()
+
+    return max(known, key=likeness)
+
+
+def from_dict(tree: dict[str, Any], base: Config | None = None) -> Config:
+    """A Config from a nested (or dotted) dict, over `base` or the defaults.
+
+    Raises ConfigError: an unknown key with the nearest known one, a value of the
+    wrong type with what was expected.
+    """
+    known = keys()
+    merged = flatten(to_dict(base or Config()))
+    for key, value in flatten(tree).items():
+        if key not in known:
+            raise ConfigError(
+                f"unknown config key {key!r}; did you mean {_nearest(key, known)!r}?"
+            )
+        merged[key] = value
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in merged.items():
+        kind = known[key][0]
+        try:
+            # lax only for numbers written as text ("1e-5" is a string to YAML)
+            value = pydantic.TypeAdapter(kind).validate_python(value)
+        except pydantic.ValidationError as error:
+            says = error.errors()[0]["msg"]
+            raise ConfigError(f"config key {key!r} is {value!r}: {says}") from None
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    hints = get_type_hints(Config)
+    return Config(**{name: hints[name](**parts) for name, parts in sections.items()})
+
+
+def to_dict(cfg: Any) -> dict[str, Any]:
+    """Nested plain dict (tuples as lists), ready for YAML."""
+    tree = dataclasses.asdict(cfg)
+    return {
+        name: {k: list(v) if isinstance(v, tuple) else v for k, v in part.items()}
+        if isinstance(part, dict)
+        else part
+        for name, part in tree.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """All that is static about the programs of one run: hashable, so a jit key."""
+
+    config: Config
+    actor: ModelConfig
+    critic: ModelConfig
+    reward: ModelConfig | None  # None: scores come from Python
+    prompt_tokens: int
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    actor_frozen: int = 0  # blocks of the actor below the trained ones
+    critic_frozen: int = 0
+    reward_on_critic_base: bool = False

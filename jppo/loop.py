@@ -1,0 +1,319 @@
+"""Training: the only place with a clock, files and a progress bar.
+
+`train` prepares everything on the host, so that a wrong input is one clear line
+before any device work, then runs the programs step after step. Metrics are fetched
+one step behind: while the host writes step n, the device computes step n + 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import yaml
+
+from jppo import config as configs
+from jppo import programs, rewards
+from jppo.checkpoint import Checkpoints, identity
+from jppo.config import Config, ConfigError, ModelConfig, Setup
+from jppo.console import Progress
+from jppo.data import PromptData, read_rows, stop_token_ids
+from jppo.metrics import MetricWriter, read_jsonl
+from jppo.models import transformer
+from jppo.models.hf import load_hf
+from jppo.models.tokenizer import load_tokenizer
+from jppo.rewards import RewardFn
+from jppo.state import init_state, init_trees
+from jppo.types import Frozen, Params, Rollout, TrainState
+
+
+class Model(NamedTuple):
+    """A model in memory: its shape, a whole param tree, and its tokenizer."""
+
+    config: ModelConfig
+    params: Params
+    tokenizer: Any = None
+
+
+class Result(NamedTuple):
+    """What training leaves: the policy as a whole model, the state, the history."""
+
+    policy: Model
+    state: TrainState
+    history: list[dict[str, float]]
+    folder: Path
+
+
+class Job(NamedTuple):
+    """A run, checked and loaded, before its first step."""
+
+    setup: Setup
+    policy: Model
+    prompts: PromptData
+    reward_fn: RewardFn | None
+    state: TrainState
+    frozen: Frozen
+
+
+def load_model(source: str | Path | Model, dtype: str = "float32") -> Model:
+    """A model from a Hugging Face directory; one in memory is passed through."""
+    if isinstance(source, Model):
+        return source
+    if not str(source):
+        raise ConfigError("policy.path is not set: give a Hugging Face directory")
+    cfg, params = load_hf(source, dtype=dtype, host=True)
+    return Model(cfg, params, load_tokenizer(source))
+
+
+def frozen_layers(cfg: ModelConfig, train_layers: int, key: str) -> int:
+    """Blocks below the `train_layers` that learn; 0 means that all learn."""
+    if not 0 <= train_layers <= cfg.n_layers:
+        raise ConfigError(
+            f"{key} is {train_layers}, the model has {cfg.n_layers} blocks"
+        )
+    return 0 if train_layers in (0, cfg.n_layers) else cfg.n_layers - train_layers
+
+
+def make_setup(
+    cfg: Config, policy: Model, reward: Model | None, prompt_tokens: int
+) -> Setup:
+    """Everything static about the programs. Raises ConfigError where roles clash."""
+    actor = dataclasses.replace(
+        policy.config,
+        dtype=cfg.policy.dtype,
+        remat=cfg.policy.remat,
+        unroll=cfg.policy.unroll,
+    )
+    from_reward = cfg.critic.init == "reward"
+    if from_reward and reward is None:
+        raise ConfigError("critic.init=reward needs a reward model (reward.model)")
+    if reward is not None and reward.config.vocab_size != actor.vocab_size:
+        raise ConfigError(
+            f"the reward model has {reward.config.vocab_size} token ids, the policy"
+            f" {actor.vocab_size}: they must share a tokenizer"
+        )
+    like = {"dtype": actor.dtype, "remat": actor.remat, "unroll": actor.unroll}
+    reward_cfg = reward and dataclasses.replace(reward.config, **like)
+    critic = reward_cfg if from_reward else actor
+    assert critic is not None
+    layers = cfg.critic.train_layers
+    shared = cfg.critic.layout == "shared"
+    cut = 0 if shared else frozen_layers(critic, layers, "critic.train_layers")
+    return Setup(
+        config=cfg,
+        actor=actor,
+        critic=critic,
+        reward=reward_cfg,
+        prompt_tokens=prompt_tokens,
+        stop_ids=stop_token_ids(policy.tokenizer, cfg.sampling.stop),
+        pad_id=int(policy.tokenizer.pad_token_id),
+        actor_frozen=frozen_layers(
+            actor, cfg.policy.train_layers, "policy.train_layers"
+        ),
+        critic_frozen=cut,
+        reward_on_critic_base=from_reward,
+    )
+
+
+def prepare(
+    cfg: Config,
+    *,
+    policy: str | Path | Model | None = None,
+    prompts: Sequence[str | dict[str, Any]] | None = None,
+    reward_fn: RewardFn | None = None,
+    reward_model: str | Path | Model | None = None,
+) -> Job:
+    """Loads and checks everything that a run needs; no device program runs yet."""
+    if reward_fn is None and cfg.reward.function:
+        reward_fn = rewards.find_function(cfg.reward.function)
+    reward_model = reward_model or cfg.reward.model or None
+    if (reward_fn is None) == (reward_model is None):
+        raise ConfigError(
+            "give exactly one source of scores: a reward function (reward_fn,"
+            " reward.function) or a reward model (reward_model, reward.model)"
+        )
+    if prompts is None:
+        if not cfg.data.prompts:
+            raise ConfigError("data.prompts is not set: give a JSONL file of prompts")
+        prompts = read_rows(cfg.data.prompts, (cfg.data.column,))
+    model = load_model(policy or cfg.policy.path, cfg.policy.dtype)
+    if model.tokenizer is None:
+        raise ConfigError(
+            "the policy has no tokenizer: Model(config, params, tokenizer)"
+        )
+    if model.tokenizer.pad_token_id is None:
+        model.tokenizer.pad_token = model.tokenizer.eos_token
+    data = PromptData(
+        prompts,
+        model.tokenizer,
+        cfg.data,
+        pad_id=int(model.tokenizer.pad_token_id),
+        room=model.config.max_positions - cfg.sampling.max_new_tokens,
+        seed=cfg.run.seed,
+    )
+    scorer = None if reward_model is None else load_model(reward_model)
+    if scorer is not None and "head" not in scorer.params:
+        raise ConfigError(
+            f"{reward_model} is not a reward model: it has no scalar head"
+        )
+    setup = make_setup(cfg, model, scorer, data.width)
+    key = jax.random.key(cfg.run.seed)
+    init_key, state_key = jax.random.split(key)
+    actor, critic, frozen = init_trees(
+        setup, model.params, scorer and scorer.params, init_key
+    )
+    state = init_state(setup, actor, critic, state_key)
+    return Job(setup, model, data, reward_fn, state, frozen)
+
+
+def completions(tokenizer: Any, rollout: Rollout) -> list[str]:
+    """Text of each response, without special tokens. Waits for the device."""
+    tokens, mask = jax.device_get((rollout.tokens, rollout.mask))
+    tokens = tokens[:, -mask.shape[1] :]
+    rows = [row[keep] for row, keep in zip(tokens, mask, strict=True)]
+    return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+def train(
+    config: Config | dict[str, Any] | None = None,
+    *,
+    policy: str | Path | Model | None = None,
+    prompts: Sequence[str | dict[str, Any]] | None = None,
+    reward_fn: RewardFn | None = None,
+    reward_model: str | Path | Model | None = None,
+    steps: int | None = None,
+    yardsticks: dict[str, RewardFn] | None = None,
+    on_step: Callable[[int, dict[str, float]], None] | None = None,
+) -> Result:
+    """Trains a policy with PPO; every argument but `config` overrides its setting.
+
+    policy, reward_model: a Hugging Face directory or a `Model`. prompts: strings, or
+    dicts whose other columns are passed on to `reward_fn(prompts, completions,
+    **columns) -> list[float]`. yardsticks: functions of the same form that are logged
+    and never trained on. A folder that already holds this run is continued from its
+    last checkpoint. Raises ConfigError, DataError or RewardError with one line.
+    """
+    cfg = config if isinstance(config, Config) else configs.from_dict(config or {})
+    if steps is not None:
+        cfg = configs.from_dict({"run.steps": steps}, cfg)
+    job = prepare(
+        cfg,
+        policy=policy,
+        prompts=prompts,
+        reward_fn=reward_fn,
+        reward_model=reward_model,
+    )
+    return run(job, yardsticks=yardsticks, on_step=on_step)
+
+
+def run(
+    job: Job,
+    *,
+    yardsticks: dict[str, RewardFn] | None = None,
+    on_step: Callable[[int, dict[str, float]], None] | None = None,
+) -> Result:
+    """Runs a prepared job to its last step, or from its last checkpoint on."""
+    cfg, progs = job.setup.config, programs.build(job.setup)
+    folder = Path(cfg.run.folder)
+    state, frozen = progs.place(job.state, job.frozen)
+    who = identity(job.setup, frozen)
+    store = Checkpoints(folder / "checkpoints", keep=cfg.run.keep)
+    cursor = start = 0
+    if store.latest() is not None and cfg.run.resume:
+        state, meta = store.restore(state, who)
+        cursor, start = meta["cursor"], int(state.step)
+    elif store.latest() is not None:
+        raise ConfigError(
+            f"{folder} already holds a run: set run.resume=true or another run.folder"
+        )
+    b = cfg.ppo.batch_size
+    with (
+        MetricWriter(
+            folder, resume_step=start or -1, tensorboard=cfg.run.tensorboard
+        ) as writer,
+        Progress(cfg.run.steps, title="PPO", quiet=cfg.run.quiet, done=start) as bar,
+    ):
+        _write_config(folder, cfg)
+        log = StepLog(job, writer, bar, yardsticks or {}, on_step)
+        for step in range(start + 1, cfg.run.steps + 1):
+            indices = job.prompts.order(cursor, b)
+            batch = progs.put(job.prompts.batch(indices))
+            if job.reward_fn is None:
+                state, metrics, rolled = progs.iteration(state, frozen, batch)
+            else:
+                rolled = progs.generate(state, frozen, batch)
+                scores = progs.put(log.scores(rolled, indices))
+                experience, metrics = progs.score(state, frozen, rolled, scores)
+                state, metrics = progs.update(state, frozen, experience, metrics)
+            log.push(step, indices, metrics, rolled)
+            cursor += b
+            every = cfg.run.checkpoint_every
+            if step == cfg.run.steps or (every and step % every == 0):
+                log.flush()
+                store.save(state, {"cursor": cursor, "identity": who})
+        log.flush()
+    store.close()
+    whole = transformer.merge_params(frozen.actor_base, state.actor)
+    model = Model(job.setup.actor, whole, job.policy.tokenizer)
+    return Result(model, state, read_jsonl(folder / "metrics.jsonl"), folder)
+
+
+def _write_config(folder: Path, cfg: Config) -> None:
+    text = yaml.safe_dump(configs.to_dict(cfg), sort_keys=False, allow_unicode=True)
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+
+
+class StepLog:
+    """Writes each step when the next one is already on the device."""
+
+    def __init__(self, job, writer, bar, yardsticks, on_step):
+        self.job, self.writer, self.bar = job, writer, bar
+        self.yardsticks, self.on_step = yardsticks, on_step
+        self._pending: tuple | None = None
+        self._clock = time.monotonic()
+
+    def scores(self, rolled: Rollout, indices: Sequence[int]) -> np.ndarray:
+        """Scores of the Python reward function, checked."""
+        return self._ask(self.job.reward_fn, rolled, indices)
+
+    def _ask(self, fn: RewardFn, rolled: Rollout, indices: Sequence[int]) -> np.ndarray:
+        data = self.job.prompts
+        return rewards.call(
+            fn,
+            data.texts(indices),
+            completions(self.job.policy.tokenizer, rolled),
+            data.columns(indices),
+            timeout=self.job.setup.config.reward.timeout,
+        )
+
+    def push(self, step: int, indices: Sequence[int], metrics: Any, rolled: Rollout):
+        """Takes a step that was just dispatched, and writes the one before it."""
+        self.flush()
+        self._pending = (step, indices, metrics, rolled)
+
+    def flush(self) -> None:
+        """Waits for the pending step, if any, and writes it."""
+        if self._pending is None:
+            return
+        (step, indices, metrics, rolled), self._pending = self._pending, None
+        values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+        for name, fn in self.yardsticks.items():
+            values[name] = float(self._ask(fn, rolled, indices).mean())
+        now = time.monotonic()
+        values["seconds"], self._clock = now - self._clock, now
+        values["tokens_per_second"] = values["tokens"] / values["seconds"]
+        self.writer.write(step, values)
+        self.bar.step(step, values)
+        every = self.job.setup.config.run.samples_every
+        if every and (step == 1 or step % every == 0):
+            texts = completions(self.job.policy.tokenizer, rolled)[:4]
+            shown = zip(self.job.prompts.texts(indices), texts, strict=False)
+            rows = [{"prompt": p, "completion": c} for p, c in shown]
+            self.writer.samples(step, rows)
+        if self.on_step is not None:
+            self.on_step(step, values)

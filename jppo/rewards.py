@@ -1,0 +1,122 @@
+"""User code that scores text: found, called with a time limit, and checked.
+
+A reward function is `f(prompts, completions, **columns) -> list[float]`, one finite
+number a completion. Whatever else it does is one clear line that names the sample.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jppo.config import ConfigError
+
+RewardFn = Callable[..., Sequence[float]]
+
+
+class RewardError(RuntimeError):
+    """The reward function failed or broke its contract."""
+
+
+def find_function(spec: str) -> RewardFn:
+    """`package.module:name` or `path/to/file.py:name`. Raises ConfigError."""
+    where, _, name = spec.rpartition(":")
+    if not where or not name:
+        raise ConfigError(
+            f"reward.function {spec!r} must look like 'package.module:function' or"
+            " 'file.py:function'"
+        )
+    try:
+        if where.endswith(".py"):
+            if not Path(where).is_file():
+                raise ConfigError(f"reward.function: no such file: {where}")
+            found = importlib.util.spec_from_file_location(Path(where).stem, where)
+            assert found is not None and found.loader is not None
+            module = importlib.util.module_from_spec(found)
+            found.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    except ImportError as error:
+        raise ConfigError(f"reward.function {spec!r}: {error}") from None
+    if not callable(getattr(module, name, None)):
+        known = [k for k, v in vars(module).items() if callable(v) and k[0] != "_"]
+        raise ConfigError(f"{where} has no function {name!r}; it has {sorted(known)}")
+    return getattr(module, name)
+
+
+def call(
+    fn: RewardFn,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    columns: dict[str, list[Any]] | None = None,
+    *,
+    timeout: float = 60.0,
+) -> np.ndarray:
+    """Scores `[b]` f32 from a reward function, within `timeout` seconds.
+
+    Raises RewardError: the function raised, took too long, or returned anything but
+    one finite number a completion.
+    """
+    name = getattr(fn, "__name__", repr(fn))
+    outcome: dict[str, Any] = {}
+
+    def work():
+        try:
+            outcome["value"] = fn(list(prompts), list(completions), **(columns or {}))
+        except BaseException as error:  # re-raised below, on the caller's thread
+            outcome["error"] = error
+
+    # A daemon: a function that hangs must not keep the process from ending.
+    thread = threading.Thread(target=work, daemon=True, name=f"reward:{name}")
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        raise RewardError(
+            f"reward function {name} took longer than reward.timeout {timeout:g} s"
+            f" for {len(completions)} completions, the first {completions[0][:60]!r}"
+        )
+    if "error" in outcome:
+        error = outcome["error"]
+        raise RewardError(
+            f"reward function {name} raised {type(error).__name__}: {error}"
+        ) from error
+    return _checked(name, outcome["value"], prompts, completions)
+
+
+def _checked(
+    name: str, value: Any, prompts: Sequence[str], completions: Sequence[str]
+) -> np.ndarray:
+    if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__len__"):
+        raise RewardError(
+            f"reward function {name} returned {type(value).__name__} {str(value)[:60]!r},"
+            f" expected a list of {len(completions)} numbers"
+        )
+    if len(value) != len(completions):
+        raise RewardError(
+            f"reward function {name} returned {len(value)} scores for"
+            f" {len(completions)} completions"
+        )
+    scores = np.zeros(len(completions), np.float32)
+    for i, item in enumerate(value):
+        number = None if isinstance(item, str) else _as_float(item)
+        if number is None or not math.isfinite(number):
+            raise RewardError(
+                f"reward function {name} returned {item!r} for sample {i}: prompt"
+                f" {prompts[i][:60]!r}, completion {completions[i][:60]!r}"
+            )
+        scores[i] = number
+    return scores
+
+
+def _as_float(item: Any) -> float | None:
+    try:
+        return float(item)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,140 @@
+"""Where arrays live: one mesh, one table of rules, one helper for activations.
+
+A rule is (regex, spec): the regex is searched in the `/`-joined path of a leaf, and
+the spec names a mesh axis (or None) for each of its dimensions. Every leaf that is
+not a scalar must match exactly one rule. Optimizer moments carry the path of their
+param at the end, so the same table places both.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("slice", "data", "fsdp", "tensor")
+BATCH = ("slice", "data", "fsdp")  # the axes that cut the batch
+
+Rules = tuple[tuple[str, tuple[Any, ...]], ...]
+
+TRAIN_RULES: Rules = (
+    (r"embed/embedding$", ("tensor", "fsdp")),
+    (r"blocks/(attn|mlp)_norm/scale$", (None, None)),
+    (r"blocks/attn/[qkv]/kernel$", (None, "fsdp", "tensor", None)),
+    (r"blocks/attn/o/kernel$", (None, "tensor", None, "fsdp")),
+    (r"blocks/mlp/(gate|up)/kernel$", (None, "fsdp", "tensor")),
+    (r"blocks/mlp/down/kernel$", (None, "tensor", "fsdp")),
+    (r"(^|/)norm/scale$", (None,)),
+    (r"lm_head/kernel$", ("fsdp", "tensor")),
+    (r"(^|/)head/kernel$", (None, None)),
+    (r"(^|/)head/bias$", (None,)),
+)
+
+# Decoding reads every weight once a token: gather the fsdp cut once a rollout instead.
+DECODE_RULES: Rules = tuple(
+    (pattern, tuple(None if axis == "fsdp" else axis for axis in spec))
+    for pattern, spec in TRAIN_RULES
+)
+
+
+def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over axes `slice, data, fsdp, tensor`; one size may be −1 (the rest).
+
+    Raises ValueError when the sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    shape = [sizes.get(axis, 1) for axis in AXES]
+    known = math.prod(s for s in shape if s != -1)
+    if shape.count(-1) > 1 or any(s < 1 and s != -1 for s in shape):
+        raise ValueError(f"mesh sizes must be positive, with at most one −1: {sizes}")
+    if -1 in shape and len(devices) % known == 0:
+        shape[shape.index(-1)] = len(devices) // known
+    if math.prod(shape) != len(devices):
+        raise ValueError(
+            f"mesh {dict(zip(AXES, shape, strict=True))} needs"
+            f" {abs(math.prod(shape))} devices, {len(devices)} are attached"
+        )
+    # Auto, spelled out: jax.make_mesh defaults to Explicit, under which Linen fails.
+    return Mesh(
+        np.asarray(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 4
+    )
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """`blocks/attn/q/kernel` from a jax key path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def spec_of(name: str, shape: tuple[int, ...], rules: Rules) -> PartitionSpec:
+    """The one rule that matches `name`; scalars are replicated without a rule."""
+    if not shape:
+        return PartitionSpec()
+    found = [(p, spec) for p, spec in rules if re.search(p, name)]
+    if len(found) != 1:
+        what = "no sharding rule matches" if not found else "several rules match"
+        raise ValueError(f"{what} {name!r} {list(shape)}: {[p for p, _ in found]}")
+    spec = found[0][1]
+    if len(spec) != len(shape):
+        raise ValueError(f"rule {found[0]} has {len(spec)} dims, {name!r} {len(shape)}")
+    return PartitionSpec(*spec)
+
+
+def tree_shardings(tree: Any, mesh: Mesh, rules: Rules = TRAIN_RULES) -> Any:
+    """A NamedSharding for every leaf of a tree of arrays or ShapeDtypeStructs.
+
+    Raises ValueError naming path, dimension and axis where the cut is uneven.
+    """
+
+    def place(path, leaf):
+        name = path_name(path)
+        spec = spec_of(name, leaf.shape, rules)
+        for dim, (size, axis) in enumerate(zip(leaf.shape, spec, strict=False)):
+            if axis is not None and size % mesh.shape[axis]:
+                raise ValueError(
+                    f"{name!r} dimension {dim} of size {size} does not divide over mesh"
+                    f" axis {axis!r} of {mesh.shape[axis]}"
+                )
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The first dimension cut over all batch axes, the others whole."""
+    return NamedSharding(mesh, PartitionSpec(BATCH))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds the whole array."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def constrain(x: jax.Array, *spec: Any) -> jax.Array:
+    """Pins the layout of an activation; free when no mesh is set.
+
+    The spec must name every dimension: a short one would leave the rest to chance.
+    """
+    if len(spec) != x.ndim:
+        raise ValueError(f"spec {spec} has {len(spec)} dims, the array {x.ndim}")
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def constrain_tree(tree: Any, rules: Rules) -> Any:
+    """Moves a param tree to another layout inside a compiled program."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return tree
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: constrain(
+            leaf, *spec_of(path_name(path), leaf.shape, rules)
+        ),
+        tree,
+    )

@@ -1,0 +1,49 @@
+"""A tiny model and the ways to spoil its directory, for the tests of weight files."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from jppo.config import ModelConfig
+from jppo.models.hf_layout import layout
+
+CFG = ModelConfig(
+    vocab_size=11,
+    d_model=8,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=6,
+    d_mlp=10,
+    rope_theta=1e5,
+    max_positions=32,
+)
+
+
+def random_params(cfg: ModelConfig, *, head: bool = False) -> dict:
+    rng = np.random.default_rng(0)
+    params: dict = {}
+    for key, leaf in layout(cfg, head=head).items():
+        tree = params
+        *parents, last = key.split("/")
+        for name in parents:
+            tree = tree.setdefault(name, {})
+        lead = (cfg.n_layers,) if key.startswith("blocks") else ()
+        tree[last] = jnp.asarray(rng.normal(size=lead + leaf.shape), jnp.float32)
+    return params
+
+
+def edit_config(folder: Path, **changes) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    config = {key: value for key, value in config.items() if value is not ...}
+    file.write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, **changes) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file) | changes
+    save_file({k: v for k, v in tensors.items() if v is not None}, file)

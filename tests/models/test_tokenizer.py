@@ -1,0 +1,1 @@
+"""Tokenizers: read as they are, against a byte-level BPE written out here."""

@@ -79,13 +79,13 @@ def generate(
     b, p = prompts.tokens.shape
     t = settings.max_new_tokens
     params = constrain_tree(params, DECODE_RULES)
-    layers, (kernel, transpose) = unstack(params), transformer.lm_kernel(params)
+    layers, (kernel, transposed) = unstack(params), transformer.lm_kernel(params)
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, prompts.row)
     stops = jnp.asarray(stop_ids, jnp.int32)
     offset = prompts.mask.sum(-1, dtype=jnp.int32)
 
     def draw(hidden, i):
-        logits = head_logits(hidden, kernel, transpose=transpose)
+        logits = head_logits(hidden, kernel, transposed=transposed)
         if settings.temperature == 0:
             token = sampling.greedy(logits)
             return token, token_logprobs(logits, token)

@@ -17,10 +17,10 @@ import optax
 from jaxtyping import Array, Float, Key
 
 from jppo.config import Setup
-from jppo.kl import KLState, adaptive_kl, fixed_kl, kl_loss, paper_kl
-from jppo.losses import clip_loss, entropy_bonus, value_loss
+from jppo.kl import KLState, adaptive_kl, fixed_kl, paper_kl
+from jppo.losses import clip_loss, entropy_bonus, kl_loss, value_loss
 from jppo.masked import aggregate
-from jppo.rollout import Metrics, critic_values, in_parts, policy_outputs, score
+from jppo.rollout import Metrics, critic_values, policy_outputs, score
 from jppo.state import Optimizers
 from jppo.types import Experience, Frozen, Params, Rollout, TrainState
 

@@ -47,7 +47,7 @@ def policy_outputs(
     """(log-probs, entropies or None, hidden states `[b, t, d]`) of the responses."""
     t = tokens.shape[1]
     hidden = transformer.hidden_states(setup.actor, params, x, valid)[:, -t - 1 : -1]
-    kernel, transpose = transformer.lm_kernel(params, base)
+    kernel, transposed = transformer.lm_kernel(params, base)
     chunk = setup.config.ppo.head_chunk
     logp, ent = chunked_logprobs(
         hidden,
@@ -55,8 +55,8 @@ def policy_outputs(
         tokens,
         temperature=setup.config.sampling.temperature,
         chunk=chunk,
-        transpose=transpose,
-        with_entropy=entropy,
+        transposed=transposed,
+        entropy=entropy,
         # Logits that fit the allowance may also stay for the backward pass.
         remat=tokens.size > chunk,
     )

@@ -102,6 +102,10 @@ def _choose(weights: Float[Array, "*b n"], u: Float[Array, "*b"]) -> Int[Array, 
     return jnp.where(hit.any(axis=-1), jnp.argmax(hit, axis=-1), last)
 
 
+def _weights(z: Float[Array, "*b n"]) -> Float[Array, "*b n"]:
+    return jnp.where(z > FLOOR, jnp.exp(z), 0.0)
+
+
 def sample(
     keys: Key[Array, "*b"],
     logits: Float[Array, "*b v"],
@@ -126,17 +130,17 @@ def sample(
     u = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys.reshape(-1))
     u = u.reshape(*keys.shape, 2)
 
-    v = logits.shape[-1]
-    width = min(BLOCK, v)
-    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
-    pad = [(0, 0)] * (logits.ndim - 1) + [(0, -v % width)]
-    logits = jnp.pad(logits, pad, constant_values=-jnp.inf)
-    blocks = logits.reshape(*keys.shape, -1, width)
-    weights = jnp.where(blocks > FLOOR, jnp.exp(blocks), 0.0)
+    width = min(BLOCK, logits.shape[-1])
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    pad = [(0, 0)] * (logits.ndim - 1) + [(0, -logits.shape[-1] % width)]
+    padded = jnp.pad(logits, pad, constant_values=-jnp.inf)
+    blocks = padded.reshape(*keys.shape, -1, width)
 
-    block = _choose(jnp.sum(weights, axis=-1), u[..., 0])
-    inside = jnp.take_along_axis(weights, block[..., None, None], axis=-2)[..., 0, :]
-    token = block * width + _choose(inside, u[..., 1])
+    sums = jnp.sum(_weights(blocks - best[..., None]), axis=-1)
+    block = _choose(sums, u[..., 0])
+    # Logits are gathered and weighed again: gathering weights would store them all.
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    token = block * width + _choose(_weights(inside - best), u[..., 1])
     return token.astype(jnp.int32)
 
 

@@ -19,7 +19,7 @@ from jppo.kl import kl_penalty, score_mask
 R = jnp.array([0.0, 0.0, 0.0, 1.0])
 V = jnp.array([0.5, 0.6, 0.7, 0.8])
 ALL = jnp.ones(4, bool)
-both = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+jitted = pytest.mark.parametrize("wrap", [jax.jit], ids=["jit"])
 
 
 def close(actual, expected, tol=1e-6):
@@ -30,7 +30,7 @@ def gae(**how):
     return lambda r, v, m: gae_scan(r, v, m, **how)
 
 
-@both
+@jitted
 def test_gae_1(wrap):
     """GAE-1: A [.456725,.3755,.29,.2], R [.956725,.9755,.99,1]."""
     advantages, returns = wrap(gae(gamma=1.0, lam=0.95))(R, V, ALL)
@@ -39,7 +39,7 @@ def test_gae_1(wrap):
     assert advantages.dtype == returns.dtype == jnp.float32
 
 
-@both
+@jitted
 def test_gae_2(wrap):
     """GAE-2: the same with γ .99."""
     advantages, _ = wrap(gae(gamma=0.99, lam=0.95))(R, V, ALL)
@@ -59,7 +59,7 @@ def test_gae_vmap_and_traced_coefficients():
     close(advantages[1], [0.42922622, 0.35643405, 0.2801, 0.2])
 
 
-@both
+@jitted
 @pytest.mark.parametrize("poison", [999.0, jnp.nan, jnp.inf])
 def test_gae_gap(wrap, poison):
     """GAE-gap: m [1,1,0,1,1]; whatever the gap holds, A and its gradient ignore it."""
@@ -109,7 +109,7 @@ def test_gae_last_value_and_dones():
     close(returns, np.array([a0, a1, a2, a3]) + v)
 
 
-@both
+@jitted
 def test_seed_rlhf(wrap):
     """seed-rlhf: r (−.02,.06,.66), Σr .70, δ (.03,.11,.01), A (.15,.12,.01)."""
     gap = jnp.array([[0.10, -0.30, 0.70]])
@@ -123,7 +123,7 @@ def test_seed_rlhf(wrap):
     close(wrap(gae(gamma=1.0, lam=1.0))(r[0], v, m[0])[0], [0.15, 0.12, 0.01])
 
 
-@both
+@jitted
 @pytest.mark.parametrize(
     "score_at, rewards, expected",
     [
@@ -147,7 +147,7 @@ def test_score_at(wrap, score_at, rewards, expected):
     close(advantages[:3], expected)
 
 
-@both
+@jitted
 def test_discounted_returns(wrap):
     r = jnp.array([1.0, jnp.nan, 2.0, 4.0])
     m = jnp.array([1, 0, 1, 1], bool)
@@ -172,7 +172,7 @@ def test_nstep_returns_skip_gaps():
     close(nstep_returns(r, v, m, n=2), [1 + 2 + 40, 0, 2 + 4, 4])
 
 
-@both
+@jitted
 def test_groups(wrap):
     """groups: r [1,0,0,1] → GRPO ±.8660239, Dr ±.5, RLOO ±.66666667."""
     r = jnp.array([1.0, 0.0, 0.0, 1.0])

@@ -18,15 +18,21 @@ from jppo.kl import (
     place_scores,
     score_mask,
 )
+from jppo.losses import kl_loss
 
-both = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+jitted = pytest.mark.parametrize("wrap", [jax.jit], ids=["jit"])
+
+
+def normal(seed, *shape):
+    # numpy: every new shape of jax.random would compile for a second
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def close(actual, expected, tol=1e-6):
     np.testing.assert_allclose(np.asarray(actual), expected, rtol=tol, atol=tol)
 
 
-@both
+@jitted
 @pytest.mark.parametrize(
     "estimator, expected",
     [("k1", [0.5, -0.5]), ("k2", [0.125, 0.125]), ("k3", [0.10653066, 0.14872127])],
@@ -53,7 +59,7 @@ def test_kl_k3_overflow(gap):
     close(value, np.expm1(-clamped) + clamped)
 
 
-@both
+@jitted
 def test_kl_expect(wrap):
     """KL-expect: KL = E k1 = E k3 = 1.15042077, E k2 = 1.51054306."""
     a, b = jnp.array([[2.0, 1.0, 0.0]]), jnp.array([[0.0, 1.0, 2.0]])
@@ -82,7 +88,7 @@ def test_full_kl_temperature_and_direction():
 
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 1.3])
 def test_identical_params_have_kl_exactly_zero(temperature):
-    x = jax.random.normal(jax.random.key(0), (4, 5, 33)) * 7
+    x = normal(0, 4, 5, 33) * 7
     kl = full_kl(x, x, temperature=temperature)
     assert jnp.all(kl == 0.0)
 
@@ -128,7 +134,7 @@ def test_score_mask():
     np.testing.assert_array_equal(score_mask(m, score_at="after_eos"), after)
 
 
-@both
+@jitted
 @pytest.mark.parametrize("poison", [999.0, jnp.nan])
 def test_kl_penalty_under_the_mask(wrap, poison):
     logp = jnp.array([[-1.0, poison, -2.0, poison]])
@@ -153,13 +159,13 @@ def test_kl_penalty_estimator():
 
 def test_kl_penalty_without_beta_is_the_score():
     """β=0 → reward = score at the last token."""
-    logp = jax.random.normal(jax.random.key(0), (2, 3))
+    logp = normal(0, 2, 3)
     m = jnp.array([[1, 1, 0], [1, 1, 1]], bool)
     r = kl_penalty(logp, -logp, jnp.array([5.0, 6.0]), m, beta=0.0)
     np.testing.assert_array_equal(r, [[0, 5, 0], [0, 0, 6]])
 
 
-@both
+@jitted
 @pytest.mark.parametrize(
     "mode, penalty, expected",
     [("replace", -1.0, [0.5, -1, -1]), ("subtract", 1.0, [0.5, 1, -4])],
@@ -181,7 +187,7 @@ def test_overlong_penalty():
     close(out, [0, 0, -0.25, -0.5, -1])
 
 
-@both
+@jitted
 @pytest.mark.parametrize("kl, beta", [(12.0, 0.201024), (6.0, 0.2), (0.0, 0.198976)])
 def test_adaptive(wrap, kl, beta):
     """adaptive: β .2, target 6, horizon 1e4, n 256."""
@@ -196,7 +202,7 @@ def test_adaptive_is_proportional_inside_the_clip():
     close(state.beta, 1 + 0.1 * 0.1)
 
 
-@both
+@jitted
 @pytest.mark.parametrize(
     "kl, beta", [(0.0, 0.1), (0.66, 0.1), (0.67, 0.2), (1.49, 0.2), (1.51, 0.4)]
 )
@@ -218,6 +224,44 @@ def test_controllers_carry_through_scan_and_vmap():
         return jax.lax.scan(step, KLState.create(beta), kls)[0].beta
 
     close(jax.vmap(run)(jnp.array([1.0, 3.0])), [2.0, 6.0])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_loss_value_is_the_estimator_and_gradient_is_k2s(estimator):
+    logp, ref = jnp.array([-1.0, -2.5]), jnp.array([-1.5, -1.0])
+    m = jnp.ones(2, bool)
+    f = lambda x: kl_loss(x, ref, m, estimator=estimator)[0]  # noqa: E731
+    value, grad = jax.value_and_grad(f)(logp)
+    close(value, kl_estimate(logp, ref, estimator=estimator).sum())
+    close(grad, [0.5, -1.5])
+
+
+def test_kl_loss_gradient_of_the_estimator_itself():
+    logp, ref = jnp.array([-1.0, -2.5]), jnp.array([-1.5, -1.0])
+    m = jnp.ones(2, bool)
+    f = lambda x: kl_loss(x, ref, m, unbiased_grad=False)[0]  # noqa: E731
+    close(jax.grad(f)(logp), 1 - np.exp([-0.5, 1.5]))
+    with pytest.raises(ValueError, match="unbiased_grad"):
+        kl_loss(logp, ref, m, estimator="k1", unbiased_grad=False)
+    with pytest.raises(ValueError, match="k1, k2, k3"):
+        kl_loss(logp, ref, m, estimator="kl")
+
+
+def test_kl_loss_gradient_is_that_of_the_exact_kl():
+    """Summed over the vocabulary under π, ∇ of the loss is ∇ KL[π ‖ π_ref]."""
+    logits, ref = jnp.array([2.0, 1.0, 0.0]), jax.nn.log_softmax(jnp.arange(3.0))
+    p = jax.nn.softmax(logits)
+
+    def sampled(x):
+        each = lambda i: kl_loss(  # noqa: E731
+            jax.nn.log_softmax(x)[i][None], ref[i][None], jnp.ones(1, bool)
+        )[0]
+        return jnp.sum(p * jax.vmap(each)(jnp.arange(3)))
+
+    exact = np.asarray(p, np.float64) * (
+        np.asarray(jnp.log(p) - ref, np.float64) - 1.15042077
+    )
+    close(jax.grad(sampled)(logits), exact)
 
 
 def test_wrong_shapes_are_refused():

@@ -106,7 +106,7 @@ def test_before_and_after_stand_in_a_table(full):
 def test_the_reward_model_stands_beside_its_yardstick(full):
     head = full.text.split("Curves")[0]
     assert "This reward model 84.2 %" in head
-    assert "TF-IDF + logistic regression 79.1 %" in head
+    assert "TF-IDF yardstick 79.1 %" in head
     assert "pairs 54" in head
     assert "width:84.2%" in full.source and "width:79.1%" in full.source
 
@@ -185,8 +185,9 @@ def test_a_missing_metrics_file_is_an_error(tmp_path):
 
 
 def test_gaps_and_skipped_steps_are_shown(tmp_path):
-    rows = [step(1), step(2, scores=None, kl=None, gold=None, skipped=1), step(3)]
-    rows += [step(4, skipped=2), {"step": 4, "eval/extra": 1.0}]
+    rows = [{"step": t, "scores": t / 2, "kl": 1.0 * t} for t in (1, 2, 3)]
+    rows[1] |= {"scores": None, "kl": None, "skipped": 1}
+    rows += [{"step": 4, "skipped": 2}, {"step": 4, "eval/extra": 1.0}]
     page = Page(make_run(tmp_path / "gaps", rows=rows))
     assert "3 optimizer steps were skipped" in page.text
     assert "nan" not in page.source.lower().split("<style>")[1]

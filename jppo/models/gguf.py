@@ -86,9 +86,13 @@ def _open(file: str | os.PathLike) -> Any:
     if not Path(file).is_file():
         raise FileNotFoundError(f"{file}: no such file")
     try:
-        return GGUFReader(file)
+        reader = GGUFReader(file)
     except (ValueError, IndexError, KeyError, OverflowError) as e:
         raise ValueError(f"{file}: not a complete GGUF file ({e})") from None
+    arch = _fields(reader, Path(file))("general.architecture")
+    if arch != "llama":
+        raise ValueError(f"{file}: architecture {arch!r} is not 'llama'")
+    return reader
 
 
 def _fields(reader: Any, file: Path) -> Any:
@@ -139,11 +143,6 @@ def _hf_name(name: str) -> str:
 
 def _config(reader: Any, file: Path, dtype: str, *, tied: bool) -> ModelConfig:
     get = _fields(reader, file)
-    arch = get("general.architecture")
-    if arch != "llama":
-        raise ValueError(
-            f"{file}: architecture {arch!r} is not supported, only 'llama'"
-        )
     scaling = get("llama.rope.scaling.type", "none")
     if scaling != "none":
         raise ValueError(

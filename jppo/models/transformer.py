@@ -251,7 +251,7 @@ def hidden_states(
 
 
 def lm_kernel(*trees: Params) -> tuple[Array, bool]:
-    """(kernel, transpose): `[d, v]` of an own head, or the tied embedding `[v, d]`."""
+    """(kernel, transposed): `[d, v]` of an own head, or the tied embedding `[v, d]`."""
     for tree in trees:
         if "lm_head" in tree:
             return tree["lm_head"]["kernel"], False
@@ -268,9 +268,9 @@ def logits(
     mask: Bool[Array, "b t"],
 ) -> Float[Array, "b t v"]:
     """f32 logits of a whole model at every position (for evaluation and tests)."""
-    kernel, transpose = lm_kernel(params)
+    kernel, transposed = lm_kernel(params)
     hidden = hidden_states(cfg, params, tokens, mask)
-    return head_logits(hidden, kernel, transpose=transpose)
+    return head_logits(hidden, kernel, transposed=transposed)
 
 
 def scalar_head(params: Params, hidden: Float[Array, "*b d"]) -> Float[Array, "*b"]:

@@ -189,7 +189,7 @@ def _reward_model(card: Any) -> str:
     meters = ""
     for key, name, kind in (
         ("pair_accuracy", "This reward model", "meter"),
-        ("tfidf_pair_accuracy", "TF-IDF + logistic regression", "meter plain"),
+        ("tfidf_pair_accuracy", "TF-IDF yardstick", "meter plain"),
     ):
         if key in card:
             percent = 100 * card.pop(key)

@@ -53,6 +53,7 @@ def path(rows, *names: str) -> list[np.ndarray]:
 
 
 def draw_path(ax, steps, x, y, *, line: bool = True) -> None:
+    """Points [n], joined if `line`, coloured by step from EARLY to LATE."""
     from matplotlib.collections import LineCollection
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
@@ -72,6 +73,7 @@ def draw_path(ax, steps, x, y, *, line: bool = True) -> None:
 
 
 def beside(colour: str) -> dict:
+    """How a label stands to the right of the point that it names."""
     return dict(
         xytext=(5, 0), textcoords="offset points", va="center", color=colour, fontsize=8
     )
@@ -98,6 +100,7 @@ def smooth(x: np.ndarray) -> np.ndarray:
 
 
 def style():
+    """The one look of all figures, for as long as its `with` block lasts."""
     import matplotlib
 
     return matplotlib.rc_context(

@@ -12,12 +12,12 @@ from jppo.models.hf_layout import layout
 
 CFG = ModelConfig(
     vocab_size=11,
-    d_model=8,
+    d_model=32,
     n_layers=2,
     n_heads=4,
     n_kv_heads=2,
     head_dim=6,
-    d_mlp=10,
+    d_mlp=64,
     rope_theta=1e5,
     max_positions=32,
 )

@@ -48,8 +48,8 @@ def test_logits_equal_torch(tmp_path, name):
     golden = write_golden(tmp_path, name)
     cfg, params = load_hf(tmp_path)
     assert ("lm_head" in params) == (name == "gqa_untied")
-    tokens, mask = jnp.asarray(golden["tokens"]), jnp.asarray(golden["mask"])
-    got = np.asarray(transformer.logits(cfg, params, tokens, mask))
+    run = jax.jit(transformer.logits, static_argnums=0)
+    got = np.asarray(run(cfg, params, golden["tokens"], golden["mask"]))
     want, valid = golden["logits"], golden["mask"]
     assert want[valid].std() > 0.5  # far from the flat logits of a tiny init
     np.testing.assert_allclose(got[valid], want[valid], atol=3e-5)
@@ -59,8 +59,8 @@ def test_scores_equal_torch(tmp_path):
     golden = write_golden(tmp_path, "scorer")
     cfg, params = load_hf(tmp_path)
     assert "lm_head" not in params and params["head"]["bias"] == 0
-    tokens, mask = jnp.asarray(golden["tokens"]), jnp.asarray(golden["mask"])
-    hidden = transformer.hidden_states(cfg, params, tokens, mask)
+    run = jax.jit(transformer.hidden_states, static_argnums=0)
+    hidden = run(cfg, params, golden["tokens"], golden["mask"])
     got = transformer.scalar_head(params, hidden[:, -1])
     np.testing.assert_allclose(got, golden["logits"][:, 0], atol=3e-5)
 

@@ -38,7 +38,7 @@ def test_rope_theta_old_and_new_spelling(saved):
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
         ({"head_dim": 5}, "head_dim 5 is odd"),
         ({"vocab_size": ...}, "vocab_size is missing"),
-        ({"hidden_size": "8"}, "hidden_size = '8' is not a positive integer"),
+        ({"hidden_size": "32"}, "hidden_size = '32' is not a positive integer"),
         ({"rms_norm_eps": 0}, "rms_norm_eps = 0 is not a positive number"),
     ],
 )
@@ -66,9 +66,9 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ({UP: None}, f"1 missing tensor.*{UP}"),
         ({"policy.extra": np.ones(2, np.float32)}, "1 unexpected tensor.*policy.extra"),
         ({"score.bias": np.ones(1, np.float32)}, "unexpected tensor.*score.bias"),
-        ({UP: np.ones((8, 10), np.float32)}, r"\(8, 10\), expected \(10, 8\)"),
-        ({UP: np.full((10, 8), np.nan, np.float32)}, f"{UP} has a NaN"),
-        ({UP: np.ones((10, 8), np.int8)}, f"{UP} is I8"),
+        ({UP: np.ones((32, 64), np.float32)}, r"\(32, 64\), expected \(64, 32\)"),
+        ({UP: np.full((64, 32), np.nan, np.float32)}, f"{UP} has a NaN"),
+        ({UP: np.ones((64, 32), np.int8)}, f"{UP} is I8"),
     ],
 )
 def test_tensor_refusals(saved, change, words):
@@ -132,10 +132,10 @@ def test_save_refusals_leave_nothing(tmp_path, saved):
             ModelConfig(**{**vars(CFG), "tie_embeddings": False}),
             params,
         )
-    bad = {**params, "norm": {"scale": jnp.full(8, jnp.nan)}}
+    bad = {**params, "norm": {"scale": jnp.full(32, jnp.nan)}}
     with pytest.raises(ValueError, match="norm/scale has a NaN"):
         save_hf(tmp_path / "x", CFG, bad)
-    bad = {**params, "norm": {"scale": jnp.ones(9)}}
-    with pytest.raises(ValueError, match=r"norm/scale has shape \(9,\), expected"):
+    bad = {**params, "norm": {"scale": jnp.ones(33)}}
+    with pytest.raises(ValueError, match=r"norm/scale has shape \(33,\), expected"):
         save_hf(tmp_path / "x", CFG, bad)
     assert [p.name for p in tmp_path.iterdir()] == ["m"]

@@ -1,0 +1,16 @@
+"""Fixtures of the parity tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The real model's directory; tests that need it are skipped without."""
+    default = Path.home() / ".cache/jppo/SmolLM2-135M-Instruct"
+    folder = Path(os.environ.get("JPPO_SMOLLM2", default))
+    if not (folder / "config.json").is_file():
+        pytest.skip(f"needs SmolLM2 in {folder} (or JPPO_SMOLLM2)")
+    return folder

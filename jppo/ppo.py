@@ -25,6 +25,7 @@ from jppo.state import Optimizers
 from jppo.types import Experience, Frozen, Params, Rollout, TrainState
 
 Trainable = tuple[Params, Params]
+Steps = dict[str, Float[Array, " steps"]]  # metrics, one entry an optimizer step
 
 
 def ppo_loss(
@@ -143,7 +144,7 @@ def apply_gradients(
     A non-finite gradient in either skips both, moments included, and is counted.
     """
     actor, critic, opt_actor, opt_critic = trees
-    norms = optax.global_norm(grads[0]), optax.global_norm(grads[1])
+    norms = optax.tree.norm(grads[0]), optax.tree.norm(grads[1])
     ok = jnp.isfinite(norms[0]) & jnp.isfinite(norms[1])
     up_a, new_opt_a = tx.actor.update(grads[0], opt_actor, actor)
     up_c, new_opt_c = tx.critic.update(grads[1], opt_critic, critic)
@@ -195,7 +196,7 @@ def update(
     state: TrainState,
     frozen: Frozen,
     experience: Experience,
-) -> tuple[TrainState, Metrics]:
+) -> tuple[TrainState, Steps]:
     """Epochs × minibatches on one rollout. Metrics are stacked: one entry a step."""
     key, shuffle = jax.random.split(state.key)
     single = setup.config.ppo.minibatches == 1
@@ -239,7 +240,7 @@ def train_step(
 
 
 def finish(
-    setup: Setup, state: TrainState, scored: Metrics, steps: Metrics
+    setup: Setup, state: TrainState, scored: Metrics, steps: Steps
 ) -> tuple[TrainState, Metrics]:
     """Moves β and folds the metrics of all optimizer steps into one of each."""
     beta = next_beta(setup, state.beta, scored["kl"], scored["sequences"])

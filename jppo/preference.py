@@ -56,7 +56,7 @@ def reward_step(
         return pair_loss(sequence_scores(cfg, params, x, valid), better)
 
     (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     updates, new_state = tx.update(grads, opt_state, params)
     ok = jnp.isfinite(norm)
     new, new_state = jax.tree.map(

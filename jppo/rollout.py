@@ -197,11 +197,12 @@ def score(
         estimator=cfg.kl.estimator,
         score_at=cfg.reward.score_at,
     )
+    slots = score_mask(mask, score_at=cfg.reward.score_at)
     if cfg.reward.whiten:
-        rewards = whiten(rewards, mask, shift_mean=False)
+        rewards = whiten(rewards, slots, shift_mean=False)
     advantages, returns = jax.vmap(
         lambda r, v, m: gae_scan(r, v, m, gamma=cfg.ppo.gamma, lam=cfg.ppo.lam)
-    )(rewards, values, score_mask(mask, score_at=cfg.reward.score_at))
+    )(rewards, values, slots)
     advantages = jnp.where(mask, advantages, 0.0)
     weights = jnp.ones_like(logp_old)
     if cfg.ppo.tis_cap is not None:
@@ -210,7 +211,7 @@ def score(
     gap = jnp.abs(out["logp"] - rollout.logp)
     metrics = {
         "scores": masked_mean(scores, present),
-        "rewards": masked_mean(masked_sum(rewards, mask, -1), present),
+        "rewards": masked_mean(masked_sum(rewards, slots, -1), present),
         "kl": masked_mean(masked_sum(k1, mask, -1), present),
         "kl_token": masked_mean(k1, mask),
         "entropy": masked_mean(out["entropy"], mask),

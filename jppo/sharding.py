@@ -1,9 +1,9 @@
 """Where arrays live: one mesh, one table of rules, one helper for activations.
 
 A rule is (regex, spec): the regex is searched in the `/`-joined path of a leaf, and
-the spec names a mesh axis (or None) for each of its dimensions. Every leaf that is
-not a scalar must match exactly one rule. Optimizer moments carry the path of their
-param at the end, so the same table places both.
+the spec names a mesh axis (or a tuple of them, or None) for each of its dimensions.
+Every leaf that is not a scalar must match exactly one rule. Optimizer moments carry
+the path of their param at the end, so the same table places both.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ DECODE_RULES: Rules = tuple(
 def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over axes `slice, data, fsdp, tensor`; one size may be −1 (the rest).
 
-    Raises ValueError when the sizes do not multiply to the number of devices.
+    Raises ValueError for an unknown axis, and when the sizes do not multiply to the
+    number of devices.
     """
+    if unknown := sorted(set(sizes) - set(AXES)):
+        raise ValueError(f"unknown mesh axes {unknown}; known: {AXES}")
     devices = list(jax.devices() if devices is None else devices)
     shape = [sizes.get(axis, 1) for axis in AXES]
     known = math.prod(s for s in shape if s != -1)
@@ -55,9 +58,10 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Me
     if -1 in shape and len(devices) % known == 0:
         shape[shape.index(-1)] = len(devices) // known
     if math.prod(shape) != len(devices):
+        needs = f"a multiple of {known}" if -1 in shape else known
         raise ValueError(
-            f"mesh {dict(zip(AXES, shape, strict=True))} needs"
-            f" {abs(math.prod(shape))} devices, {len(devices)} are attached"
+            f"mesh {dict(zip(AXES, shape, strict=True))} needs {needs} devices,"
+            f" {len(devices)} are attached"
         )
     # Auto, spelled out: jax.make_mesh defaults to Explicit, under which Linen fails.
     return Mesh(
@@ -94,10 +98,12 @@ def tree_shardings(tree: Any, mesh: Mesh, rules: Rules = TRAIN_RULES) -> Any:
         name = path_name(path)
         spec = spec_of(name, leaf.shape, rules)
         for dim, (size, axis) in enumerate(zip(leaf.shape, spec, strict=False)):
-            if axis is not None and size % mesh.shape[axis]:
+            axes = axis if isinstance(axis, tuple) else (axis,)
+            cut = math.prod(mesh.shape[a] for a in axes if a is not None)
+            if size % cut:
                 raise ValueError(
                     f"{name!r} dimension {dim} of size {size} does not divide over mesh"
-                    f" axis {axis!r} of {mesh.shape[axis]}"
+                    f" axis {axis!r} of {cut}"
                 )
         return NamedSharding(mesh, spec)
 

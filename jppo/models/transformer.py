@@ -10,6 +10,7 @@ Blocks are stored stacked on a leading layer axis and run by `lax.scan`.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -82,15 +83,26 @@ class RMSNorm(nn.Module):
         return (y * scale).astype(x.dtype)
 
 
-def _dense(cfg: ModelConfig, features: Any, axis: Any, name: str) -> nn.DenseGeneral:
-    return nn.DenseGeneral(
-        features,
-        axis=axis,
-        use_bias=False,
-        dtype=jnp.dtype(cfg.dtype),
-        kernel_init=nn.initializers.normal(0.02),
-        name=name,
-    )
+class Dense(nn.Module):
+    """x · W over the last `axes` axes of x, W of shape `[*inputs, *features]`.
+
+    All tokens are rows of one matrix: with batch and time apart, XLA transposes the
+    activations by copy for every weight gradient (a third of a step on CPUs).
+    """
+
+    features: tuple[int, ...]
+    axes: int = 1
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x):
+        lead, inputs = x.shape[: -self.axes], x.shape[-self.axes :]
+        kernel = self.param(
+            "kernel", nn.initializers.normal(0.02), (*inputs, *self.features)
+        )
+        n = math.prod(inputs)
+        w = kernel.reshape(n, -1).astype(self.dtype)
+        return (x.reshape(-1, n) @ w).reshape(*lead, *self.features)
 
 
 class Attention(nn.Module):
@@ -101,16 +113,17 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x, rope, mask_bts, cache: Cache | None, column):
         cfg = self.cfg
-        q = rotate(_dense(cfg, (cfg.n_heads, cfg.head_dim), -1, "q")(x), rope)
-        k = rotate(_dense(cfg, (cfg.n_kv_heads, cfg.head_dim), -1, "k")(x), rope)
-        v = _dense(cfg, (cfg.n_kv_heads, cfg.head_dim), -1, "v")(x)
+        heads, kv_heads = (cfg.n_heads, cfg.head_dim), (cfg.n_kv_heads, cfg.head_dim)
+        q = rotate(Dense(heads, dtype=cfg.dtype, name="q")(x), rope)
+        k = rotate(Dense(kv_heads, dtype=cfg.dtype, name="k")(x), rope)
+        v = Dense(kv_heads, dtype=cfg.dtype, name="v")(x)
         if cache is not None:
             at = (0, column, 0, 0)
             k = jax.lax.dynamic_update_slice(cache.k, k.astype(cache.k.dtype), at)
             v = jax.lax.dynamic_update_slice(cache.v, v.astype(cache.v.dtype), at)
             cache = Cache(k, v)
         out = attend(q, k, v, mask_bts)
-        return _dense(cfg, cfg.d_model, (-2, -1), "o")(out), cache
+        return Dense((cfg.d_model,), 2, cfg.dtype, name="o")(out), cache
 
 
 class MLP(nn.Module):
@@ -120,9 +133,10 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        gate = _dense(self.cfg, self.cfg.d_mlp, -1, "gate")(x)
-        up = _dense(self.cfg, self.cfg.d_mlp, -1, "up")(x)
-        return _dense(self.cfg, self.cfg.d_model, -1, "down")(nn.silu(gate) * up)
+        wide, dtype = (self.cfg.d_mlp,), self.cfg.dtype
+        gate = Dense(wide, dtype=dtype, name="gate")(x)
+        up = Dense(wide, dtype=dtype, name="up")(x)
+        return Dense((self.cfg.d_model,), dtype=dtype, name="down")(nn.silu(gate) * up)
 
 
 class Block(nn.Module):

@@ -48,7 +48,9 @@ class PolicyConfig:
     """The actor, and so the reference: which weights, which of them learn."""
 
     path: str = opt("", "Hugging Face directory or .gguf file of the policy")
-    train_layers: int = opt(0, "learn only the top n blocks; 0 = every weight")
+    train_layers: int | None = opt(
+        None, "learn only the top n blocks and the final norm; null = every weight"
+    )
     dtype: Literal["float32", "bfloat16"] = opt("float32", "compute dtype")
     remat: bool = opt(False, "recompute blocks in the backward pass, saves memory")
     unroll: int = opt(1, "blocks unrolled per step of the scan over layers")
@@ -64,7 +66,9 @@ class CriticConfig:
     init: Literal["reward", "policy"] = opt(
         "policy", "start from the reward model's weights or from the policy's"
     )
-    train_layers: int = opt(0, "learn only the top n blocks; 0 = every weight")
+    train_layers: int | None = opt(
+        None, "learn only the top n blocks, norm and head; null = every weight"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +189,25 @@ class RunConfig:
     resume: bool = opt(True, "go on from the folder's last checkpoint")
     samples_every: int = opt(10, "iterations between logged samples; 0 = never")
     tensorboard: bool = opt(True, "write TensorBoard events")
+    fused: bool = opt(False, "one program an iteration (reward model only)")
     quiet: bool = opt(False, "print nothing but errors")
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardTrainConfig:
+    """A reward model from comparisons (`jppo.train_reward`)."""
+
+    layers: int | None = opt(None, "keep the first n blocks of the base; null = all")
+    train_layers: int | None = opt(
+        None, "learn only the top n blocks, norm and head; null = every weight"
+    )
+    max_tokens: int = opt(512, "longer texts are an error")
+    batch_size: int = opt(64, "texts a step; every known pair among them counts")
+    epochs: int = opt(1, "passes over the texts")
+    reads: int = opt(0, "earlier positions of each text that are scored as well")
+    first_read: int = opt(8, "the earliest such position, in tokens")
+    seed: int = opt(0, "of the head, the order and the reads")
+    optim: OptimConfig = OptimConfig(lr=1e-5, schedule="cosine")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,6 +330,8 @@ def from_dict(tree: dict[str, Any], base: Config | None = None) -> Config:
     sections: dict[str, dict[str, Any]] = {}
     for key, value in merged.items():
         kind = known[key][0]
+        if isinstance(value, bool) and kind is not bool:  # YAML's on, off, yes, no
+            raise ConfigError(f"config key {key!r} is {value!r}: it is not a switch")
         try:
             # lax only for numbers written as text ("1e-5" is a string to YAML)
             value = pydantic.TypeAdapter(kind).validate_python(value)
@@ -342,6 +366,6 @@ class Setup:
     prompt_tokens: int
     stop_ids: tuple[int, ...]
     pad_id: int
-    actor_frozen: int = 0  # blocks of the actor below the trained ones
-    critic_frozen: int = 0
+    actor_frozen: int | None = None  # blocks below the trained ones; None: no trunk
+    critic_frozen: int | None = None
     reward_on_critic_base: bool = False

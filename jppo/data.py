@@ -187,7 +187,7 @@ def stop_token_ids(tokenizer: Any, stop: Sequence[str]) -> tuple[int, ...]:
         found = tokenizer.encode(text, add_special_tokens=False)
         if len(found) != 1:
             raise ConfigError(
-                f"sampling.stop text {text!r} is {len(found)} tokens; a stop must be one"
+                f"sampling.stop text {text!r} is {len(found)} tokens, it must be one"
             )
         ids += found
     if not ids:

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Int, Key
 
 from jppo import sampling
 from jppo.config import ModelConfig, SamplingConfig
-from jppo.models import transformer
 from jppo.logprobs import head_logits, token_logprobs
+from jppo.models import transformer
 from jppo.models.transformer import Cache
 from jppo.sharding import BATCH, DECODE_RULES, constrain, constrain_tree
 from jppo.types import Params, Prompts, Rollout
@@ -25,8 +25,9 @@ from jppo.types import Params, Prompts, Rollout
 def unstack(params: Params) -> list[Params]:
     """The stacked blocks as a list: decoding reads each weight once a token, and a
     slice of a stacked array inside the loop would copy it first."""
+    leaves, structure = jax.tree.flatten(params["blocks"])
     n = transformer.depth(params)
-    return [jax.tree.map(lambda a: a[i], params["blocks"]) for i in range(n)]
+    return [structure.unflatten([leaf[i] for leaf in leaves]) for i in range(n)]
 
 
 def forward_cached(

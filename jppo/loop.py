@@ -70,13 +70,15 @@ def load_model(source: str | Path | Model, dtype: str = "float32") -> Model:
     return Model(cfg, params, load_tokenizer(source))
 
 
-def frozen_layers(cfg: ModelConfig, train_layers: int, key: str) -> int:
-    """Blocks below the `train_layers` that learn; 0 means that all learn."""
+def frozen_layers(cfg: ModelConfig, train_layers: int | None, key: str) -> int | None:
+    """Blocks below those that learn; None where every weight learns."""
+    if train_layers is None:
+        return None
     if not 0 <= train_layers <= cfg.n_layers:
         raise ConfigError(
             f"{key} is {train_layers}, the model has {cfg.n_layers} blocks"
         )
-    return 0 if train_layers in (0, cfg.n_layers) else cfg.n_layers - train_layers
+    return cfg.n_layers - train_layers
 
 
 def make_setup(
@@ -103,7 +105,7 @@ def make_setup(
     assert critic is not None
     layers = cfg.critic.train_layers
     shared = cfg.critic.layout == "shared"
-    cut = 0 if shared else frozen_layers(critic, layers, "critic.train_layers")
+    cut = None if shared else frozen_layers(critic, layers, "critic.train_layers")
     return Setup(
         config=cfg,
         actor=actor,
@@ -137,6 +139,8 @@ def prepare(
             "give exactly one source of scores: a reward function (reward_fn,"
             " reward.function) or a reward model (reward_model, reward.model)"
         )
+    if cfg.run.fused and reward_fn is not None:
+        raise ConfigError("run.fused=true needs a reward model, not a Python function")
     if prompts is None:
         if not cfg.data.prompts:
             raise ConfigError("data.prompts is not set: give a JSONL file of prompts")
@@ -213,12 +217,13 @@ def train(
 
 def run(
     job: Job,
+    progs: programs.Programs | None = None,
     *,
     yardsticks: dict[str, RewardFn] | None = None,
     on_step: Callable[[int, dict[str, float]], None] | None = None,
 ) -> Result:
     """Runs a prepared job to its last step, or from its last checkpoint on."""
-    cfg, progs = job.setup.config, programs.build(job.setup)
+    cfg, progs = job.setup.config, progs or programs.build(job.setup)
     folder = Path(cfg.run.folder)
     state, frozen = progs.place(job.state, job.frozen)
     who = identity(job.setup, frozen)
@@ -243,12 +248,13 @@ def run(
         for step in range(start + 1, cfg.run.steps + 1):
             indices = job.prompts.order(cursor, b)
             batch = progs.put(job.prompts.batch(indices))
-            if job.reward_fn is None:
+            if cfg.run.fused:
                 state, metrics, rolled = progs.iteration(state, frozen, batch)
             else:
                 rolled = progs.generate(state, frozen, batch)
-                scores = progs.put(log.scores(rolled, indices))
-                experience, metrics = progs.score(state, frozen, rolled, scores)
+                asked = job.reward_fn is not None
+                scores = (progs.put(log.scores(rolled, indices)),) if asked else ()
+                experience, metrics = progs.score(state, frozen, rolled, *scores)
                 state, metrics = progs.update(state, frozen, experience, metrics)
             log.push(step, indices, metrics, rolled)
             cursor += b

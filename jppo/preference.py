@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jppo.config import ModelConfig
 from jppo.losses import bradley_terry
 from jppo.masked import masked_mean
-from jppo.rollout import Metrics, sequence_scores
+from jppo.rollout import Metrics, position_scores
 from jppo.types import Params
 
 
@@ -30,7 +30,7 @@ def pair_loss(
     Metrics: pair accuracy (ties count half) and the mean margin of the scores.
     """
     gap = scores[:, None] - scores[None, :]
-    loss = bradley_terry(scores[:, None], scores[None, :])
+    loss = bradley_terry(gap, jnp.zeros_like(gap))
     right = (gap > 0) + 0.5 * (gap == 0)
     return masked_mean(loss, better), {
         "pair_accuracy": masked_mean(right, better),
@@ -45,15 +45,21 @@ def reward_step(
     opt_state: Any,
     x: Array,
     valid: Bool[Array, "b s"],
+    at: Int[Array, "b r"],
     better: Bool[Array, "b b"],
 ) -> tuple[Params, Any, Metrics]:
     """One optimizer step of a reward model on one batch of texts.
 
-    x: token ids, or the output of the frozen trunk below `params`.
+    x: token ids, or the output of the frozen trunk below `params`. at: positions of
+    each text that are read, the last one among them; a text keeps its rank at every
+    one, so all b · r readings are compared.
     """
+    reads = at.shape[1]
 
     def loss_fn(params):
-        return pair_loss(sequence_scores(cfg, params, x, valid), better)
+        scores = position_scores(cfg, params, x, valid, at).reshape(-1)
+        wide = jnp.repeat(jnp.repeat(better, reads, axis=0), reads, axis=1)
+        return pair_loss(scores, wide)
 
     (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
     norm = optax.tree.norm(grads)

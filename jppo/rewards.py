@@ -95,8 +95,8 @@ def _checked(
 ) -> np.ndarray:
     if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__len__"):
         raise RewardError(
-            f"reward function {name} returned {type(value).__name__} {str(value)[:60]!r},"
-            f" expected a list of {len(completions)} numbers"
+            f"reward function {name} returned {type(value).__name__} {str(value)[:60]!r}"
+            f", expected a list of {len(completions)} numbers"
         )
     if len(value) != len(completions):
         raise RewardError(

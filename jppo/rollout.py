@@ -78,22 +78,30 @@ def critic_values(
     return transformer.scalar_head(critic, hidden[:, -t - 1 : -1])
 
 
-def sequence_scores(
+def position_scores(
     cfg: ModelConfig,
     params: Params,
     x: Array,
     valid: Bool[Array, "b s"],
+    at: Int[Array, "b r"],
+) -> Float[Array, "b r"]:
+    """The scalar head at chosen positions of each row."""
+    hidden = transformer.hidden_states(cfg, params, x, valid)
+    return transformer.scalar_head(
+        params, jnp.take_along_axis(hidden, at[..., None], axis=1)
+    )
+
+
+def sequence_scores(
+    cfg: ModelConfig, params: Params, x: Array, valid: Bool[Array, "b s"]
 ) -> Float[Array, " b"]:
     """The scalar head at the last valid position of each row: a reward model's score.
 
     Padding may stand on either side. A row without a valid token gets its score at
     position 0, and must be masked out by the caller.
     """
-    hidden = transformer.hidden_states(cfg, params, x, valid)
-    index = jnp.arange(valid.shape[1])
-    last = jnp.max(jnp.where(valid, index, 0), axis=-1)
-    at_last = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return transformer.scalar_head(params, at_last)
+    last = jnp.max(jnp.where(valid, jnp.arange(valid.shape[1]), 0), axis=-1)
+    return position_scores(cfg, params, x, valid, last[:, None])[:, 0]
 
 
 def in_parts(fn: Callable[..., Any], parts: int, *batched: Any) -> Any:
@@ -237,6 +245,7 @@ def score(
         values_old=values,
         advantages=advantages,
         returns=returns,
+        scores=scores,
         weights=weights,
     )
     return experience, metrics

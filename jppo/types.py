@@ -15,7 +15,7 @@ Params = dict[str, Any]
 
 @struct.dataclass
 class Prompts:
-    """A batch of left-padded prompts. A row of weight 0 is padding and counts nowhere."""
+    """Left-padded prompts. A row of weight 0 is padding and counts nowhere."""
 
     tokens: Int[Array, "b p"]
     mask: Bool[Array, "b p"]
@@ -57,6 +57,7 @@ class Experience:
     values_old: Float[Array, "b t"]
     advantages: Float[Array, "b t"]
     returns: Float[Array, "b t"]
+    scores: Float[Array, " b"]
     weights: Float[Array, "b t"]  # sampler-mismatch weights; 1 where off
 
 

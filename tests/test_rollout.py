@@ -9,8 +9,7 @@ import reference
 import tiny
 
 from jppo import rollout
-from jppo.state import init_state
-from jppo.types import Frozen, Rollout
+from jppo.types import Rollout
 
 B, P, T = tiny.B, tiny.P, tiny.T
 HOT = 0.7
@@ -126,107 +125,6 @@ def test_a_nan_score_of_a_padding_row_leaves_no_trace(py):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((zero, metrics)))
     assert metrics["sequences"] == B - 1
 
-
-# --- every option, on given outputs of the roles: no model, so cheap ----------------
-
-LENGTHS = [5, 3, 1, 5, 2, 0, 4, 5]
-OPTIONS = {
-    "ppo.gamma": 0.9,
-    "ppo.lam": 0.5,
-    "ppo.whiten_advantages": False,
-    "ppo.logp_old": "sampler",
-    "ppo.tis_cap": 1.05,
-    "kl.estimator=k2": {"kl.estimator": "k2"},
-    "kl.estimator=k3": {"kl.estimator": "k3"},
-    "kl.where": "loss",
-    "kl.beta": 0.5,
-    "reward.missing_eos_penalty": -1.0,
-    "reward.missing_eos_mode": {
-        "reward.missing_eos_mode": "subtract",
-        "reward.missing_eos_penalty": 1.5,
-    },
-    "reward.score_at": "after_eos",
-    "reward.whiten": True,
-    "reward.whiten after_eos": {"reward.whiten": True, "reward.score_at": "after_eos"},
-    "reward.clip": 0.3,
-}
-
-
-@pytest.fixture
-def given_roles(monkeypatch):
-    """Replaces the forward passes by fixed numbers; returns them with a rollout."""
-    rng = np.random.default_rng(0)
-    logp, ref, sampler = -np.abs(rng.normal(size=(3, B, T))).astype(np.float32)
-    sampler = logp + 0.1 * (sampler - sampler.mean())
-    values, entropy = rng.normal(size=(2, B, T)).astype(np.float32)
-    mask = np.arange(T) < np.array(LENGTHS)[:, None]
-    roles = dict(logp=logp, logp_ref=ref, values=values, entropy=entropy)
-    roles |= {"actor_in": jnp.zeros((B, P + T)), "critic_in": None}
-    monkeypatch.setattr(rollout, "forward_roles", lambda *_: jax.tree.map(jnp.asarray, roles))
-    lengths = jnp.asarray(LENGTHS, jnp.int32)
-    return roles, Rollout(
-        tokens=jnp.zeros((B, P + T), jnp.int32),
-        valid=jnp.ones((B, P + T), bool),
-        mask=jnp.asarray(mask),
-        logp=jnp.asarray(np.where(mask, sampler, 0.0)),
-        stopped=(0 < lengths) & (lengths < T) | (jnp.arange(B) == 3),
-        stop_index=jnp.zeros(B, jnp.int32),
-        lengths=lengths,
-    )
-
-
-def score_given(setup, rolled):
-    state = init_state(setup, {}, {}, jax.random.key(0))
-    frozen = Frozen({}, {}, {}, None, None)
-    run = jax.jit(lambda s, r, x: rollout.score(setup, s, frozen, r, x))
-    return run(state, rolled, tiny.scores())
-
-
-@pytest.mark.parametrize("name", ["nothing", *OPTIONS])
-def test_every_option_against_numpy(given_roles, name):
-    """Each option does what its formula says, and does change a number."""
-    roles, rolled = given_roles
-    change = OPTIONS.get(name, {})
-    change = change if isinstance(change, dict) else {name: change}
-    cfg = tiny.make_setup(change).config
-    exp, metrics = score_given(tiny.make_setup(change), rolled)
-    args = rolled.logp, tiny.scores(), rolled.mask, np.asarray(rolled.stopped)
-    expected, fields = reference.experience(cfg, roles, *args, cfg.kl.beta)
-    for key, value in expected.items():
-        np.testing.assert_allclose(metrics[key], value, rtol=1e-4, atol=1e-5, err_msg=key)
-    mask = np.asarray(rolled.mask)
-    for key, value in fields.items():
-        got = np.where(mask, getattr(exp, key), 0.0)
-        want = np.where(mask, value, 0.0)
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=key)
-    if name != "nothing":
-        plain_cfg = tiny.make_setup().config
-        base, base_fields = reference.experience(plain_cfg, roles, *args, 0.05)
-        moved = tiny.distance((base, base_fields), (expected, fields))
-        assert moved > 1e-3
-
-
-def test_row_without_response_is_in_no_number(given_roles):
-    _, rolled = given_roles
-    exp, _ = score_given(tiny.make_setup(), rolled)
-    for name in ("logp_old", "logp_ref", "values_old", "advantages", "returns"):
-        assert (getattr(exp, name)[LENGTHS.index(0)] == 0).all(), name
-
-
-def test_score_lands_on_the_last_valid_token(given_roles):
-    """λ = 1, V = 0, β = 0: every token's return is the score, and no other's."""
-    roles, rolled = given_roles
-    roles["values"] = np.zeros((B, T), np.float32)
-    only = {"ppo.lam": 0.0, "kl.beta": 0.0, "ppo.whiten_advantages": False}
-    exp, _ = score_given(tiny.make_setup(only), rolled)
-    expected = np.zeros((B, T), np.float32)
-    for b, length in enumerate(LENGTHS):
-        if length:
-            expected[b, length - 1] = tiny.scores()[b]
-    np.testing.assert_allclose(exp.advantages, expected, atol=1e-7)
-
-
-# --- scores of sequences -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo import config, programs
+from jppo import config, ppo, programs
 from jppo.config import ModelConfig, Setup
 from jppo.sharding import make_mesh
 from jppo.state import init_state, init_trees
@@ -88,7 +88,7 @@ def chain(following, cfg=CFG):
     return tree
 
 
-def make_setup(over=None, *, cfg=CFG, reward=False, p=P, frozen=0, on_critic=False):
+def make_setup(over=None, *, cfg=CFG, reward=False, p=P, frozen=None, on_critic=False):
     settings = config.from_dict(LEARN | (over or {}))
     return Setup(
         config=settings,
@@ -130,6 +130,23 @@ def scores(b=B, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=b), jnp.float32)
 
 
+def use_tables(patch):
+    """Makes actor and critic tables [b, t] of log-probs and values, free of networks.
+
+    What they eat is the number of the row.
+    """
+
+    def policy_outputs(setup, params, base, x, valid, tokens, *, entropy):
+        logp = params["table"][x]
+        return logp, jnp.square(logp) if entropy else None, logp[..., None]
+
+    def critic_values(setup, critic, x, valid, hidden):
+        return critic["table"][x]
+
+    patch.setattr(ppo, "policy_outputs", policy_outputs)
+    patch.setattr(ppo, "critic_values", critic_values)
+
+
 class World:
     """The programs of one setup on one mesh, and the trees to run them on."""
 
@@ -153,5 +170,9 @@ def close(actual, expected, tol=1e-5):
 
 def distance(a, b):
     """Largest difference between two trees of one structure."""
-    gaps = jax.tree.map(lambda x, y: np.max(np.abs(x - y), initial=0), a, b)
+    gaps = jax.tree.map(
+        lambda x, y: np.abs(np.subtract(x, y, dtype=float)).max(initial=0),
+        jax.device_get(a),
+        jax.device_get(b),
+    )
     return float(max(jax.tree.leaves(gaps)))

@@ -190,38 +190,35 @@ def init_head(key: Array, d_model: int) -> Params:
 
 def depth(params: Params) -> int:
     """Number of blocks that this tree holds."""
-    return jax.tree.leaves(params["blocks"])[0].shape[0]
+    leaves = jax.tree.leaves(params.get("blocks", {}))
+    return leaves[0].shape[0] if leaves else 0
 
 
-def split_params(params: Params, layers: int) -> tuple[Params, Params]:
+def split_params(params: Params, layers: int | None) -> tuple[Params, Params]:
     """Cuts a whole model above block `layers`: (trunk with embedding, the rest).
 
-    `layers = 0` gives an empty trunk: everything, embedding included, is in the rest.
+    `None` gives an empty trunk: everything, embedding included, is in the rest. With
+    `layers` equal to the depth the rest is the final norm and the head alone.
     """
-    if not 0 <= layers < depth(params):
-        raise ValueError(
-            f"cannot cut {layers} layers off a model of {depth(params)}: at least one"
-            " must stay above the cut"
-        )
-    if layers == 0:
+    if layers is None:
         return {}, params
-    trunk = {
-        "embed": params["embed"],
-        "blocks": jax.tree.map(lambda a: a[:layers], params["blocks"]),
-    }
+    if not 0 <= layers <= depth(params):
+        raise ValueError(f"cannot cut {layers} layers off a model of {depth(params)}")
+    trunk = {"embed": params["embed"]}
     rest = {k: v for k, v in params.items() if k not in ("embed", "blocks")}
-    return trunk, rest | {
-        "blocks": jax.tree.map(lambda a: a[layers:], params["blocks"])
-    }
+    if layers > 0:
+        trunk["blocks"] = jax.tree.map(lambda a: a[:layers], params["blocks"])
+    if layers < depth(params):
+        rest["blocks"] = jax.tree.map(lambda a: a[layers:], params["blocks"])
+    return trunk, rest
 
 
 def merge_params(trunk: Params, rest: Params) -> Params:
     """The inverse of `split_params`."""
     if not trunk:
         return rest
-    blocks = jax.tree.map(
-        lambda a, b: jnp.concatenate([a, b]), trunk["blocks"], rest["blocks"]
-    )
+    parts = [tree["blocks"] for tree in (trunk, rest) if "blocks" in tree]
+    blocks = jax.tree.map(lambda *a: jnp.concatenate(a) if len(a) > 1 else a[0], *parts)
     return {**rest, "embed": trunk["embed"], "blocks": blocks}
 
 
@@ -229,6 +226,22 @@ def embed(cfg: ModelConfig, params: Params, tokens: Int[Array, "b t"]) -> Array:
     """Rows of the embedding, in the compute dtype: `[b, t, d]`."""
     x = params["embed"]["embedding"][tokens].astype(jnp.dtype(cfg.dtype))
     return constrain(x, BATCH, None, None)
+
+
+def run_blocks(
+    cfg: ModelConfig, blocks: Params, x: Array, mask: Bool[Array, "b t"]
+) -> Float[Array, "b t d"]:
+    """Stacked blocks over hidden states, one after another by `lax.scan`."""
+    t = mask.shape[1]
+    rope = rope_table(cfg, positions_of(mask))
+    mask_bts = jnp.tril(jnp.ones((t, t), bool)) & mask[:, None, :]
+
+    def body(h, layer):
+        return Block(cfg).apply({"params": layer}, h, rope, mask_bts)[0], None
+
+    if cfg.remat:
+        body = jax.checkpoint(body, prevent_cse=False)
+    return jax.lax.scan(body, x, blocks, unroll=cfg.unroll)[0]
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: Array) -> Array:
@@ -251,16 +264,8 @@ def hidden_states(
         )
     if "embed" in params:
         x = embed(cfg, params, x)
-    t = mask.shape[1]
-    rope = rope_table(cfg, positions_of(mask))
-    mask_bts = jnp.tril(jnp.ones((t, t), bool)) & mask[:, None, :]
-
-    def body(h, layer):
-        return Block(cfg).apply({"params": layer}, h, rope, mask_bts)[0], None
-
-    if cfg.remat:
-        body = jax.checkpoint(body, prevent_cse=False)
-    x, _ = jax.lax.scan(body, x, params["blocks"], unroll=cfg.unroll)
+    if "blocks" in params:
+        x = run_blocks(cfg, params["blocks"], x, mask)
     return final_norm(cfg, params, x) if "norm" in params else x
 
 

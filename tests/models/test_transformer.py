@@ -27,6 +27,11 @@ def forward():
     return jax.jit(tf.logits, static_argnums=0)
 
 
+@pytest.fixture(scope="module")
+def run():
+    return jax.jit(partial(tf.hidden_states, CFG))
+
+
 def tokens(b=2, t=SEQ, seed=0):
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.integers(0, CFG.vocab_size, (b, t)), jnp.int32)
@@ -109,31 +114,33 @@ def test_fully_masked_row_is_finite_with_a_finite_gradient(params):
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
 
-@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize("cut", [None, 0, 1, 2])
 @pytest.mark.parametrize("cfg", [CFG, TIED], ids=["untied", "tied"])
 def test_split_and_merge_are_inverse(cfg, cut):
+    """None freezes nothing; 0 the embedding alone; 2 all but the norm and the head."""
     params = tiny.params(cfg)
     trunk, rest = tf.split_params(params, cut)
-    assert bool(trunk) == (cut > 0)
-    assert ("embed" in rest) == (cut == 0)
+    assert ("embed" in rest) == (cut is None) != ("embed" in trunk)
+    assert tf.depth(trunk) == (cut or 0)
+    assert tf.depth(trunk) + tf.depth(rest) == 2
     back = tf.merge_params(trunk, rest)
     assert jax.tree.structure(back) == jax.tree.structure(params)
     assert tiny.distance(back, params) == 0.0
 
 
-def test_trunk_then_rest_is_the_whole_bitwise(params):
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_trunk_then_rest_is_the_whole_bitwise(params, run, cut):
     x = tokens()
     mask = full(x).at[1, :3].set(False)
-    trunk, rest = tf.split_params(params, 1)
-    run = jax.jit(partial(tf.hidden_states, CFG))
+    trunk, rest = tf.split_params(params, cut)
     middle = run(trunk, x, mask)
-    np.testing.assert_array_equal(run(rest, middle, mask), run(params, x, mask))
-    # The trunk's output is not normalised, and it is not the final one.
-    assert tiny.distance(middle, run(params, x, mask)) > 0.1
+    whole = run(params, x, mask)
+    np.testing.assert_array_equal(run(rest, middle, mask), whole)
+    assert tiny.distance(middle, whole) > 0.1  # not normalised
 
 
-@pytest.mark.parametrize("cut", [-1, 2, 3])
-def test_cut_must_leave_a_layer_above(params, cut):
+@pytest.mark.parametrize("cut", [-1, 3])
+def test_cut_lies_inside_the_model(params, cut):
     with pytest.raises(ValueError, match=f"cannot cut {cut} layers off a model of 2"):
         tf.split_params(params, cut)
 

@@ -1,0 +1,229 @@
+"""Training a reward model: from comparisons of texts to a model with a scalar head.
+
+Texts are scored once a step and meet in every comparison that is known among them.
+Where only the top of the model learns, the frozen trunk below is run once over all
+texts and its output is kept, so that further passes cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jppo.config import ModelConfig, RewardTrainConfig
+from jppo.console import Progress
+from jppo.data import DataError, Pair, encode, pad
+from jppo.loop import Model, frozen_layers
+from jppo.models import transformer
+from jppo.preference import reward_step
+from jppo.rollout import run_trunk, sequence_scores
+from jppo.state import make_optimizer
+from jppo.types import Params
+
+PASS_TOKENS = 512  # tokens of one forward pass over many texts: kind to CPU caches
+SHOWN = {"loss": "loss", "pair_accuracy": "pair acc", "score_margin": "margin"}
+
+
+class Comparisons(Protocol):
+    """Texts, as (prompt, completion), and which of them beat which."""
+
+    texts: Sequence[tuple[str, str]]
+
+    def better(self, rows: np.ndarray) -> np.ndarray:
+        """[i, j]: text rows[i] beats text rows[j]."""
+        ...
+
+    def batches(self, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+        """One pass: row numbers of each batch."""
+        ...
+
+
+class Ratings:
+    """Texts with a rating each: one beats another that is rated `gap` lower."""
+
+    def __init__(self, texts: Sequence[str], ratings: Sequence[float], gap: float):
+        if len(texts) != len(ratings):
+            raise DataError(f"{len(texts)} texts, {len(ratings)} ratings")
+        self.texts = [("", text) for text in texts]
+        self.ratings, self.gap = np.asarray(ratings, np.float64), gap
+
+    def better(self, rows: np.ndarray) -> np.ndarray:
+        r = self.ratings[rows]
+        return r[:, None] - r[None, :] >= self.gap
+
+    def batches(self, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+        order = rng.permutation(len(self.texts))
+        for start in range(0, len(order), size):
+            yield order[start : start + size]
+
+
+class Pairs:
+    """Preference pairs; a batch holds whole pairs."""
+
+    def __init__(self, pairs: Sequence[Pair]):
+        if not pairs:
+            raise DataError("the list of preference pairs is empty")
+        number: dict[tuple[str, str], int] = {}
+        name = lambda p, text: number.setdefault((p, text), len(number))  # noqa: E731
+        self.pairs = [
+            (name(p.prompt, p.chosen), name(p.prompt, p.rejected)) for p in pairs
+        ]
+        self.texts, self._known = list(number), set(self.pairs)
+
+    def better(self, rows: np.ndarray) -> np.ndarray:
+        return np.array([[(i, j) in self._known for j in rows] for i in rows])
+
+    def batches(self, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+        order = rng.permutation(len(self.pairs))
+        for start in range(0, len(order), max(size // 2, 1)):
+            chosen = order[start : start + max(size // 2, 1)]
+            yield np.unique([row for i in chosen for row in self.pairs[i]])
+
+
+class Encoded(NamedTuple):
+    """Token ids a text, and where its completion begins."""
+
+    ids: list[list[int]]
+    begins: list[int]
+
+
+def encode_texts(
+    tokenizer: Any, texts: Sequence[tuple[str, str]], max_tokens: int
+) -> Encoded:
+    """prompt ids + completion ids, as a policy would have produced them."""
+    prompts = encode(tokenizer, [p for p, _ in texts])
+    answers = encode(tokenizer, [c for _, c in texts])
+    ids = [list(p) + list(c) for p, c in zip(prompts, answers, strict=True)]
+    for i, row in enumerate(ids):
+        if not 0 < len(row) <= max_tokens:
+            raise DataError(
+                f"text {i} has {len(row)} tokens, expected 1 … {max_tokens}:"
+                f" {texts[i][1][:60]!r}"
+            )
+    return Encoded(ids, [len(p) for p in prompts])
+
+
+def _passes(ids: Sequence[Sequence[int]]) -> Iterator[tuple[np.ndarray, int, int]]:
+    """(rows, slots, width) of forward passes over texts of about equal length."""
+    order = np.argsort([len(row) for row in ids], kind="stable")
+    widths = np.array([-(-len(ids[i]) // 8) * 8 for i in order])
+    for width in np.unique(widths):
+        rows, slots = order[widths == width], max(PASS_TOKENS // int(width), 1)
+        for start in range(0, len(rows), slots):
+            yield rows[start : start + slots], slots, int(width)
+
+
+def _over_texts(fn: Any, ids: Sequence[Sequence[int]], bar: Progress | None = None):
+    """fn(tokens, valid) over all texts in few shapes: (rows, output) of each pass."""
+    for rows, slots, width in _passes(ids):
+        batch = [ids[i] for i in rows] + [[0]] * (slots - len(rows))
+        tokens, valid = pad(batch, width, 0, left=False)
+        yield rows, np.asarray(fn(tokens, valid))[: len(rows)]
+        if bar is not None:
+            bar.advance(len(rows))
+
+
+def score_texts(model: Model, texts: Sequence[tuple[str, str]]) -> np.ndarray:
+    """Score of each (prompt, completion) by a reward model, `[b]` f32."""
+    ids = encode_texts(model.tokenizer, texts, model.config.max_positions).ids
+    fn = jax.jit(lambda p, t, v: sequence_scores(model.config, p, t, v))
+    params = jax.device_put(model.params)
+    scores = np.zeros(len(ids), np.float32)
+    for rows, out in _over_texts(lambda t, v: fn(params, t, v), ids):
+        scores[rows] = out
+    return scores
+
+
+def pair_accuracy(scores: np.ndarray, better: np.ndarray) -> float:
+    """Share of the pairs that the scores order rightly; a tie counts half."""
+    gap = scores[:, None] - scores[None, :]
+    return float(((gap > 0) + 0.5 * (gap == 0))[better].mean())
+
+
+def truncate(base: Model, layers: int | None) -> tuple[ModelConfig, Params]:
+    """The first `layers` blocks of a model, with its final norm and no head."""
+    params = {k: base.params[k] for k in ("embed", "blocks", "norm")}
+    if layers is None:
+        return base.config, params
+    if not 0 < layers <= base.config.n_layers:
+        raise DataError(f"layers is {layers}, the model has {base.config.n_layers}")
+    params["blocks"] = jax.tree.map(lambda a: a[:layers], params["blocks"])
+    return dataclasses.replace(base.config, n_layers=layers), params
+
+
+class _Texts:
+    """Encoded texts as step inputs: trunk outputs (computed once) or token ids."""
+
+    def __init__(self, cfg, trunk, base, data, settings, bar):
+        self.ids, self.begins = encode_texts(
+            base.tokenizer, data.texts, settings.max_tokens
+        )
+        self.lengths = np.array([len(row) for row in self.ids])
+        width = int(self.lengths.max())
+        self.x, self.valid = pad(self.ids, width, 0, left=False)
+        self.settings = settings
+        if trunk:
+            fn, params = jax.jit(partial(run_trunk, cfg)), jax.device_put(trunk)
+            x = np.zeros((len(self.ids), width, cfg.d_model), np.float32)
+            bar.phase("trunk features", len(self.ids))
+            for rows, out in _over_texts(lambda t, v: fn(params, t, v), self.ids, bar):
+                w = min(width, out.shape[1])
+                x[rows, :w] = out[:, :w]
+            self.x = x
+
+    def reads(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Positions to read: the last, and random earlier ones of the completion."""
+        last = self.lengths[rows] - 1
+        begins = np.array([self.begins[i] for i in rows])
+        first = np.minimum(begins + self.settings.first_read, last)
+        shape = (len(rows), self.settings.reads)
+        early = rng.integers(first[:, None], last[:, None] + 1, shape)
+        return np.concatenate([last[:, None], early], axis=1).astype(np.int32)
+
+
+def train_reward(
+    base: Model,
+    data: Comparisons,
+    settings: RewardTrainConfig | None = None,
+    *,
+    quiet: bool = False,
+) -> tuple[Model, list[dict[str, float]]]:
+    """A reward model on the blocks of `base`, and its history, a dict a step.
+
+    Head weights start as N(0, 1/√(d+1)) (arXiv 2403.17031). A last batch that is
+    smaller than the others is filled up with texts that no comparison counts.
+    """
+    settings = settings or RewardTrainConfig()
+    cfg, params = truncate(base, settings.layers)
+    key = jax.random.key(settings.seed)
+    params = params | {"head": transformer.init_head(key, cfg.d_model)}
+    cut = frozen_layers(cfg, settings.train_layers, "train_layers")
+    trunk, top = transformer.split_params(params, cut)
+    rng, size = np.random.default_rng(settings.seed), settings.batch_size
+    epochs = [list(data.batches(size, rng)) for _ in range(settings.epochs)]
+    steps = sum(map(len, epochs))
+    tx = make_optimizer(settings.optim, steps)
+    top = jax.tree.map(jnp.asarray, top)
+    opt_state, history = tx.init(top), []
+    step_fn = jax.jit(partial(reward_step, cfg, tx), donate_argnums=(0, 1))
+    with Progress(steps, title="reward model", quiet=quiet, keys=SHOWN) as bar:
+        texts = _Texts(cfg, trunk, base, data, settings, bar)
+        bar.phase("train")
+        for rows in (rows for batches in epochs for rows in batches):
+            better = np.zeros((size, size), bool)
+            better[: len(rows), : len(rows)] = data.better(rows)
+            full = np.resize(rows, size)
+            at = texts.reads(full, rng)
+            top, opt_state, metrics = step_fn(
+                top, opt_state, texts.x[full], texts.valid[full], at, better
+            )
+            history.append({k: float(v) for k, v in metrics.items()})
+            bar.step(len(history), history[-1])
+    whole = transformer.merge_params(trunk, top)
+    return Model(cfg, whole, base.tokenizer), history

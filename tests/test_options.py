@@ -1,0 +1,342 @@
+"""Every option of the algorithm does what it says: none is read and never used.
+
+The networks are replaced by tables of numbers, so a program costs next to nothing.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+import tiny
+
+from jppo import config, decode, ppo, rollout
+from jppo.models import transformer
+from jppo.state import init_state, make_optimizers
+from jppo.types import Experience, Frozen, Rollout
+
+B, P, T = tiny.B, tiny.P, tiny.T
+NO_TREES = Frozen({}, {}, {}, None, None)
+LENGTHS = [5, 3, 1, 5, 2, 0, 4, 5]
+MASK = np.arange(T) < np.array(LENGTHS)[:, None]
+
+SAMPLING = {
+    "sampling.max_new_tokens": 3,
+    "sampling.temperature": 0.3,
+    "sampling.top_k": 2,
+    "sampling.top_p": 0.4,
+    "sampling.min_p": 0.5,
+}
+SCORING = {
+    "ppo.gamma": 0.9,
+    "ppo.lam": 0.5,
+    "ppo.whiten_advantages": False,
+    "ppo.logp_old": "sampler",
+    "ppo.tis_cap": 1.05,
+    "kl.estimator": "k2",
+    "kl.estimator k3": {"kl.estimator": "k3"},
+    "kl.where": "loss",
+    "kl.beta": 0.5,
+    "reward.missing_eos_penalty": -1.0,
+    "reward.missing_eos_mode": {
+        "reward.missing_eos_mode": "subtract",
+        "reward.missing_eos_penalty": 1.5,
+    },
+    "reward.score_at": "after_eos",
+    "reward.whiten": True,
+    "reward.whiten after_eos": {"reward.whiten": True, "reward.score_at": "after_eos"},
+    "reward.clip": 0.3,
+}
+LOSS = {
+    "ppo.eps": 0.05,
+    "ppo.eps_high": 0.05,
+    "ppo.dual_clip": 1.01,
+    "ppo.value_eps": None,
+    "ppo.value_coef": 0.1,
+    "ppo.entropy_coef": 0.3,
+    "ppo.tis_cap": 1.05,
+    "ppo.aggregation": "seq-mean-token-mean",
+    "ppo.aggregation sum": {"ppo.aggregation": "seq-mean-token-sum"},
+    "ppo.aggregation norm": {"ppo.aggregation": "seq-mean-token-sum-norm"},
+    "kl.where": "loss",
+    "kl.where k3": {"kl.where": "loss", "kl.estimator": "k3"},
+}
+OPTIM = {
+    "lr": 0.05,
+    "schedule": {"schedule": "linear"},
+    "schedule cosine": {"schedule": "cosine"},
+    "warmup": 2,
+    "b1": 0.5,
+    "b2": 0.5,
+    "eps": 0.1,
+    "weight_decay": 0.5,
+    "max_grad_norm": 0.01,
+}
+ELSEWHERE = {
+    "ppo.epochs": "the number of optimizer steps: test_ppo",
+    "ppo.minibatches": "likewise",
+    "ppo.batch_size": "the shape of every batch",
+    "ppo.micro_batches": "must change nothing: test_ppo",
+    "ppo.head_chunk": "memory only: test_logprobs",
+    "kl.controller": "test_controllers_of_beta",
+    "kl.target": "likewise",
+    "kl.horizon": "likewise",
+    "sampling.stop": "test_data",
+    "reward.model": "test_loop",
+    "reward.function": "test_rewards",
+    "reward.timeout": "test_rewards",
+}
+SECTIONS = ("ppo", "kl", "reward", "sampling", "actor_optim", "critic_optim")
+
+
+def change_of(table, name):
+    """The dict of settings that stands behind a name in a table."""
+    value, key = table.get(name, {}), name.split(" ")[0]
+    if not isinstance(value, dict):
+        return {key: value}
+    prefix = key.split(".")[0] + "."
+    return {k if "." in k else prefix + k: v for k, v in value.items()}
+
+
+def test_the_tables_are_complete():
+    """A new option must come with a test in which it changes a number."""
+    known = {key for key in config.keys() if key.split(".")[0] in SECTIONS}
+    tested = {k.split(" ")[0] for t in (SAMPLING, SCORING, LOSS, ELSEWHERE) for k in t}
+    for role in ("actor_optim.", "critic_optim."):
+        tested |= {role + key.split(" ")[0] for key in OPTIM}
+    assert tested == known
+
+
+# --- scoring: against plain numpy ------------------------------------------------------
+
+
+@pytest.fixture
+def roles(monkeypatch):
+    """Outputs of all roles as fixed numbers, in place of the forward passes."""
+    rng = np.random.default_rng(0)
+    logp, ref = -np.abs(rng.normal(size=(2, B, T))).astype(np.float32)
+    values, entropy = rng.normal(size=(2, B, T)).astype(np.float32)
+    given = dict(logp=logp, logp_ref=ref, values=values, entropy=entropy)
+    given |= {"actor_in": np.zeros((B, P + T), np.float32), "critic_in": None}
+    fake = lambda *_: jax.tree.map(jnp.asarray, given)  # noqa: E731
+    monkeypatch.setattr(rollout, "forward_roles", fake)
+    return given
+
+
+@pytest.fixture
+def rolled(roles):
+    noise = 0.1 * np.random.default_rng(1).normal(size=(B, T))
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    return Rollout(
+        tokens=jnp.zeros((B, P + T), jnp.int32),
+        valid=jnp.ones((B, P + T), bool),
+        mask=jnp.asarray(MASK),
+        logp=jnp.asarray(np.where(MASK, roles["logp"] + noise, 0.0), jnp.float32),
+        stopped=(0 < lengths) & (lengths < T) | (jnp.arange(B) == 3),
+        stop_index=jnp.zeros(B, jnp.int32),
+        lengths=lengths,
+    )
+
+
+def score(change, rolled):
+    setup = tiny.make_setup(change)
+    state = init_state(setup, {}, {}, jax.random.key(0))
+    return rollout.score(setup, state, NO_TREES, rolled, tiny.scores())
+
+
+def by_numpy(change, roles, rolled):
+    cfg = tiny.make_setup(change).config
+    stopped = np.asarray(rolled.stopped)
+    return reference.experience(
+        cfg, roles, rolled.logp, tiny.scores(), MASK, stopped, cfg.kl.beta
+    )
+
+
+@pytest.mark.parametrize("name", ["nothing", *SCORING])
+def test_scoring_options_against_numpy(roles, rolled, name):
+    change = change_of(SCORING, name)
+    experience, metrics = score(change, rolled)
+    expected, fields = by_numpy(change, roles, rolled)
+    assert set(metrics) == set(expected)
+    for key, value in expected.items():
+        got = metrics[key]
+        np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5, err_msg=key)
+    for key, value in fields.items():
+        got, value = (np.where(MASK, x, 0.0) for x in (getattr(experience, key), value))
+        np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-5, err_msg=key)
+    moved = tiny.distance(by_numpy({}, roles, rolled), (expected, fields))
+    assert (moved > 1e-3) == (name != "nothing")
+
+
+def test_row_without_response_is_in_no_number(rolled):
+    experience, _ = score({}, rolled)
+    for name in ("logp_old", "logp_ref", "values_old", "advantages", "returns"):
+        assert (getattr(experience, name)[LENGTHS.index(0)] == 0).all(), name
+
+
+def test_score_lands_on_the_last_valid_token(roles, rolled):
+    """λ = 0, V = 0, β = 0: the advantage is the reward of the token itself."""
+    roles["values"] = np.zeros((B, T), np.float32)
+    only = {"ppo.lam": 0.0, "kl.beta": 0.0, "ppo.whiten_advantages": False}
+    experience, _ = score(only, rolled)
+    expected = np.zeros((B, T), np.float32)
+    for b, length in enumerate(LENGTHS):
+        if length:
+            expected[b, length - 1] = tiny.scores()[b]
+    np.testing.assert_allclose(experience.advantages, expected, atol=1e-7)
+
+
+# --- the update ------------------------------------------------------------------------
+
+
+def experience():
+    rng = np.random.default_rng(2)
+    draws = rng.normal(size=(6, B, T)).astype(np.float32)
+    logp, ref, values, advantages, returns, weights = map(jnp.asarray, draws)
+    rows = jnp.arange(B)
+    return Experience(
+        actor_in=rows,
+        critic_in=rows,
+        tokens=jnp.zeros((B, T), jnp.int32),
+        valid=jnp.ones((B, P + T), bool),
+        mask=jnp.asarray(MASK),
+        logp_old=logp,
+        logp_ref=ref,
+        values_old=values,
+        advantages=advantages,
+        returns=returns,
+        weights=jnp.exp(0.1 * weights),
+        scores=jnp.zeros(B),
+    )
+
+
+def gradients(change, beta=0.2):
+    """((actor, critic) gradients, metrics) of tables off the old policy."""
+    setup, exp = tiny.make_setup(change), experience()
+    tables = {"table": exp.logp_old + 0.3}, {"table": exp.values_old + 0.3}
+    return ppo.minibatch_gradients(setup, tables, {}, exp, jnp.float32(beta))
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    tiny.use_tables(monkeypatch)
+
+
+@pytest.mark.parametrize("name", LOSS)
+def test_loss_options_change_the_gradient(tables, name):
+    """And of no role that they do not concern."""
+    (actor, critic), _ = gradients(change_of(LOSS, name))
+    (actor_base, critic_base), _ = gradients({})
+    moved = tiny.distance(actor, actor_base), tiny.distance(critic, critic_base)
+    both = name.startswith("ppo.aggregation")
+    of_critic = name.startswith("ppo.value")
+    assert (moved[0] > 1e-3) == (both or not of_critic)
+    assert (moved[1] > 1e-3) == (both or of_critic)
+
+
+def test_beta_weighs_the_kl_in_the_loss_only(tables):
+    inside = {"kl.where": "loss"}
+    assert tiny.distance(gradients(inside, 0.2), gradients(inside, 0.4)) > 1e-3
+    assert tiny.distance(gradients({}, 0.2), gradients({}, 0.4)) == 0.0
+    off, _ = gradients(inside, 0.0)
+    assert tiny.distance(off, gradients({})[0]) == 0.0
+
+
+def three_steps(change):
+    """Both roles' weights after three optimizer steps of one made-up gradient."""
+    setup = tiny.make_setup({"run.steps": 2} | change)
+    tx = make_optimizers(setup)
+    tree = {"kernel": jnp.array([1.0, -2.0]), "bias": jnp.array([0.5])}
+    state = init_state(setup, tree, tree, jax.random.key(0))
+    trees = state.actor, state.critic, state.opt_actor, state.opt_critic
+    for scale in (1.0, 3.0, -0.5):
+        grads = jax.tree.map(lambda x, scale=scale: 0.1 * scale * x, tree)
+        trees, _ = ppo.apply_gradients(tx, trees, (grads, grads))
+    return {"actor": trees[0], "critic": trees[1]}
+
+
+@pytest.mark.parametrize("role, other", [("actor", "critic"), ("critic", "actor")])
+@pytest.mark.parametrize("name", OPTIM)
+def test_optimizer_options_move_their_role_only(role, other, name):
+    change = {k.split(".")[-1]: v for k, v in change_of(OPTIM, name).items()}
+    out = three_steps({f"{role}_optim.{k}": v for k, v in change.items()})
+    base = three_steps({})
+    assert tiny.distance(out[role], base[role]) > 1e-4
+    assert tiny.distance(out[other], base[other]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({}, 0.2),
+        ({"kl.controller": "paper"}, 0.4),
+        ({"kl.controller": "paper", "kl.target": 15.0}, 0.2),
+        ({"kl.controller": "paper", "kl.target": 40.0}, 0.1),
+        ({"kl.controller": "ziegler", "kl.horizon": 100.0}, 0.2 * (1 + 0.2 * 8 / 100)),
+        ({"kl.controller": "ziegler", "kl.target": 19.0}, 0.2 * (1 + 8e-4 / 19)),
+        ({"kl.controller": "ziegler", "kl.target": 20.0}, 0.2),
+        ({"kl.controller": "ziegler", "kl.target": 80.0}, 0.2 * (1 - 0.2 * 8e-4)),
+    ],
+)
+def test_controllers_of_beta(change, expected):
+    """KL 20 over 8 sequences, β .2, target 6, horizon 10 000."""
+    setup = tiny.make_setup(change)
+    kl, n = jnp.float32(20.0), jnp.float32(8.0)
+    beta = ppo.next_beta(setup, jnp.float32(0.2), kl, n)
+    np.testing.assert_allclose(beta, expected, rtol=1e-6)
+
+
+# --- sampling --------------------------------------------------------------------------
+
+
+def test_sampling_options_change_the_samples(monkeypatch):
+    """Tokens differ, and log-probs are of the temperature, not of the cut."""
+    embed = lambda cfg, p, layers, tokens, pos, mask, caches, at: (  # noqa: E731
+        transformer.embed(cfg, p, tokens)[:, -1],
+        caches,
+    )
+    monkeypatch.setattr(decode, "forward_cached", embed)
+    params = tiny.params()
+    params["lm_head"]["kernel"] *= 3.0
+
+    def draw(change):
+        setup = tiny.make_setup(change)
+        run = jax.jit(
+            lambda params, prompts, key: decode.generate(
+                setup.actor,
+                params,
+                prompts,
+                key,
+                settings=setup.config.sampling,
+                stop_ids=(0,),
+                pad_id=0,
+            )
+        )
+        return run(params, tiny.prompts(), jax.random.key(1))
+
+    base = draw({})
+    for name in SAMPLING:
+        out = draw(change_of(SAMPLING, name))
+        if name == "sampling.max_new_tokens":
+            assert out.tokens.shape == (B, P + 3)
+            continue
+        assert not np.array_equal(out.tokens, base.tokens), name
+        # The first slot has the same distribution: where the token is the same too,
+        # the log-prob tells which temperature it is of, and that no cut entered it.
+        same = np.asarray(out.tokens[:, P] == base.tokens[:, P])
+        assert same.any()
+        gap = np.abs(out.logp[:, 0] - base.logp[:, 0])[same]
+        assert (gap.max() > 1e-3) == (name == "sampling.temperature"), name
+
+
+def test_setups_are_jit_keys():
+    """Equal configs are one compilation, different ones are two."""
+    a, b = tiny.make_setup(), tiny.make_setup()
+    assert a == b and hash(a) == hash(b)
+    for table in (SAMPLING, SCORING, LOSS):
+        for name in table:
+            other = tiny.make_setup(change_of(table, name))
+            assert other != a
+    assert dataclasses.replace(a, pad_id=0) != a

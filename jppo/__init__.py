@@ -24,7 +24,6 @@ from jppo.config import (
     ModelConfig,
     RewardTrainConfig,
     Setup,
-    from_dict,
 )
 from jppo.kl import (
     KLState,
@@ -50,6 +49,7 @@ from jppo.losses import (
     value_loss,
 )
 from jppo.masked import aggregate, masked_mean, masked_sum, masked_var, whiten
+from jppo.settings import from_dict
 from jppo.sharding import make_mesh
 
 if TYPE_CHECKING:

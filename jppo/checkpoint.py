@@ -39,16 +39,20 @@ def identity(setup: Setup, frozen: Frozen) -> dict[str, Any]:
         skip = ("dtype", "remat", "unroll", "max_positions")
         return {k: v for k, v in dataclasses.asdict(cfg).items() if k not in skip}
 
-    crc = 0
-    for leaf in jax.tree.leaves((frozen.actor_base, frozen.reference)):
-        crc = zlib.crc32(np.asarray(leaf[(0,) * (leaf.ndim - 1)]).tobytes(), crc)
+    def print_of(*trees: Any) -> str:
+        crc = 0
+        for leaf in jax.tree.leaves(trees):
+            crc = zlib.crc32(np.asarray(leaf[(0,) * (leaf.ndim - 1)]).tobytes(), crc)
+        return f"{crc:08x}"
+
     return {
         "actor": shape_of(setup.actor),
         "critic": shape_of(setup.critic),
         "critic_layout": setup.config.critic.layout,
         "actor_frozen": setup.actor_frozen,
         "critic_frozen": setup.critic_frozen,
-        "reference_weights": f"{crc:08x}",
+        "reference_weights": print_of(frozen.actor_base, frozen.reference),
+        "reward_weights": print_of(frozen.critic_base, frozen.reward),
     }
 
 

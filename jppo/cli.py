@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from jppo import config
+from jppo import config, settings
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def settings_table() -> str:
     """Every key with its default and one line of help."""
     lines, section = [], ""
-    for name, (_, default, doc) in config.keys().items():
+    for name, (_, default, doc) in settings.keys().items():
         head = name.split(".")[0]
         if head != section:
             section = head
@@ -108,8 +108,8 @@ def run_command(args: argparse.Namespace) -> None:
     pairs = list(args.overrides)
     if args.config and "=" in args.config:  # no file, only settings
         pairs, args.config = [args.config, *pairs], None
-    tree = config.flatten(read_config(args.config)) if args.config else {}
-    result = train(config.from_dict(tree | parse_overrides(pairs)))
+    tree = settings.flatten(read_config(args.config)) if args.config else {}
+    result = train(settings.from_dict(tree | parse_overrides(pairs)))
     print(f"report: {write_report(result.folder)}")
 
 

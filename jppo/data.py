@@ -30,17 +30,17 @@ def read_rows(path: str | Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     rows = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError as error:  # not UTF-8, or not JSON
                 raise DataError(f"{path}:{number}: not JSON: {error}") from None
             if not isinstance(row, dict):
                 raise DataError(
-                    f"{path}:{number}: expected an object, got {line[:40]!r}"
+                    f"{path}:{number}: expected an object, got {str(row)[:40]!r}"
                 )
             for column in columns:
                 if not isinstance(row.get(column), str):
@@ -66,6 +66,12 @@ class Pair(NamedTuple):
 def read_pairs(path: str | Path) -> list[Pair]:
     """Preference pairs from JSONL: `prompt` (may be empty), `chosen`, `rejected`."""
     rows = read_rows(path, ("prompt", "chosen", "rejected"))
+    for i, row in enumerate(rows):
+        margin = row.get("margin", 0.0)
+        if not isinstance(margin, int | float):
+            raise DataError(
+                f"{path}: pair {i}: margin must be a number, got {margin!r}"
+            )
     return [
         Pair(r["prompt"], r["chosen"], r["rejected"], float(r.get("margin", 0.0)))
         for r in rows
@@ -73,8 +79,14 @@ def read_pairs(path: str | Path) -> list[Pair]:
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids a text, exactly as the tokenizer's own post-processing has them."""
-    return tokenizer(list(texts), return_attention_mask=False)["input_ids"]
+    """Token ids a text, exactly as the tokenizer's own post-processing has them.
+
+    Except that a text which brings its own BOS, as chat templates write it, gets no
+    second one.
+    """
+    rows = tokenizer(list(texts), return_attention_mask=False)["input_ids"]
+    twice = [tokenizer.bos_token_id] * 2
+    return [row[1:] if None not in twice and row[:2] == twice else row for row in rows]
 
 
 def pad(
@@ -103,9 +115,16 @@ class PromptData:
         seed: int,
     ):
         """room: most prompt tokens that the model's window leaves for a prompt."""
-        if not rows:
-            raise DataError("the list of prompts is empty")
+        if isinstance(rows, (str, bytes, Path)):
+            raise DataError(f"prompts must be a list of strings, got {rows!r}")
         table = [r if isinstance(r, dict) else {cfg.column: r} for r in rows]
+        if not table:
+            raise DataError("the list of prompts is empty")
+        if room < 1:
+            raise DataError(
+                "sampling.max_new_tokens leaves no room for a prompt in the model's"
+                f" window: {room} tokens"
+            )
         for i, row in enumerate(table):
             if not isinstance(row.get(cfg.column), str):
                 raise DataError(
@@ -180,6 +199,15 @@ class PromptData:
             yield indices, self.batch(indices, size)
 
 
+def pad_token_id(tokenizer: Any, stop_ids: Sequence[int]) -> int:
+    """The pad token, or a stop token where there is none.
+
+    Safe, because masks come from lengths and stop positions and never from ids.
+    """
+    pad_id = tokenizer.pad_token_id
+    return int(stop_ids[0] if pad_id is None else pad_id)
+
+
 def stop_token_ids(tokenizer: Any, stop: Sequence[str]) -> tuple[int, ...]:
     """EOS, then the id of each stop text. Raises ConfigError unless it is one token."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -189,6 +217,8 @@ def stop_token_ids(tokenizer: Any, stop: Sequence[str]) -> tuple[int, ...]:
             raise ConfigError(
                 f"sampling.stop text {text!r} is {len(found)} tokens, it must be one"
             )
+        if found == [tokenizer.unk_token_id] and text != tokenizer.unk_token:
+            raise ConfigError(f"sampling.stop text {text!r} is not in the vocabulary")
         ids += found
     if not ids:
         raise ConfigError("the tokenizer has no EOS token: give sampling.stop")

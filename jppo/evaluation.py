@@ -15,9 +15,9 @@ import numpy as np
 
 from jppo import rewards
 from jppo.data import PromptData
-from jppo.loop import completions
 from jppo.programs import Programs
 from jppo.rewards import RewardFn
+from jppo.steplog import completions
 from jppo.types import Frozen, TrainState
 
 

@@ -7,29 +7,28 @@ one step behind: while the host writes step n, the device computes step n + 1.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import yaml
 
-from jppo import config as configs
-from jppo import programs, rewards
+from jppo import programs, rewards, settings
 from jppo.checkpoint import Checkpoints, identity
 from jppo.config import Config, ConfigError, ModelConfig, Setup
 from jppo.console import Progress
-from jppo.data import PromptData, read_rows, stop_token_ids
+from jppo.data import PromptData, pad_token_id, read_rows, stop_token_ids
 from jppo.metrics import MetricWriter, read_jsonl
 from jppo.models import transformer
 from jppo.models.hf import load_hf
 from jppo.models.tokenizer import load_tokenizer
 from jppo.rewards import RewardFn
 from jppo.state import init_state, init_trees
-from jppo.types import Frozen, Params, Rollout, TrainState
+from jppo.steplog import StepLog
+from jppo.types import Frozen, Params, TrainState
 
 
 class Model(NamedTuple):
@@ -106,14 +105,15 @@ def make_setup(
     layers = cfg.critic.train_layers
     shared = cfg.critic.layout == "shared"
     cut = None if shared else frozen_layers(critic, layers, "critic.train_layers")
+    stops = stop_token_ids(policy.tokenizer, cfg.sampling.stop)
     return Setup(
         config=cfg,
         actor=actor,
         critic=critic,
         reward=reward_cfg,
         prompt_tokens=prompt_tokens,
-        stop_ids=stop_token_ids(policy.tokenizer, cfg.sampling.stop),
-        pad_id=int(policy.tokenizer.pad_token_id),
+        stop_ids=stops,
+        pad_id=pad_token_id(policy.tokenizer, stops),
         actor_frozen=frozen_layers(
             actor, cfg.policy.train_layers, "policy.train_layers"
         ),
@@ -150,13 +150,17 @@ def prepare(
         raise ConfigError(
             "the policy has no tokenizer: Model(config, params, tokenizer)"
         )
-    if model.tokenizer.pad_token_id is None:
-        model.tokenizer.pad_token = model.tokenizer.eos_token
+    if len(model.tokenizer) > model.config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(model.tokenizer)} ids, the policy"
+            f" {model.config.vocab_size}"
+        )
+    stops = stop_token_ids(model.tokenizer, cfg.sampling.stop)
     data = PromptData(
         prompts,
         model.tokenizer,
         cfg.data,
-        pad_id=int(model.tokenizer.pad_token_id),
+        pad_id=pad_token_id(model.tokenizer, stops),
         room=model.config.max_positions - cfg.sampling.max_new_tokens,
         seed=cfg.run.seed,
     )
@@ -173,14 +177,6 @@ def prepare(
     )
     state = init_state(setup, actor, critic, state_key)
     return Job(setup, model, data, reward_fn, state, frozen)
-
-
-def completions(tokenizer: Any, rollout: Rollout) -> list[str]:
-    """Text of each response, without special tokens. Waits for the device."""
-    tokens, mask = jax.device_get((rollout.tokens, rollout.mask))
-    tokens = tokens[:, -mask.shape[1] :]
-    rows = [row[keep] for row, keep in zip(tokens, mask, strict=True)]
-    return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
 def train(
@@ -202,9 +198,9 @@ def train(
     and never trained on. A folder that already holds this run is continued from its
     last checkpoint. Raises ConfigError, DataError or RewardError with one line.
     """
-    cfg = config if isinstance(config, Config) else configs.from_dict(config or {})
+    cfg = config if isinstance(config, Config) else settings.from_dict(config or {})
     if steps is not None:
-        cfg = configs.from_dict({"run.steps": steps}, cfg)
+        cfg = settings.from_dict({"run.steps": steps}, cfg)
     job = prepare(
         cfg,
         policy=policy,
@@ -238,6 +234,7 @@ def run(
         )
     b = cfg.ppo.batch_size
     with (
+        contextlib.closing(store),
         MetricWriter(
             folder, resume_step=start or -1, tensorboard=cfg.run.tensorboard
         ) as writer,
@@ -245,81 +242,35 @@ def run(
     ):
         _write_config(folder, cfg)
         log = StepLog(job, writer, bar, yardsticks or {}, on_step)
-        for step in range(start + 1, cfg.run.steps + 1):
-            indices = job.prompts.order(cursor, b)
-            batch = progs.put(job.prompts.batch(indices))
-            if cfg.run.fused:
-                state, metrics, rolled = progs.iteration(state, frozen, batch)
-            else:
-                rolled = progs.generate(state, frozen, batch)
-                asked = job.reward_fn is not None
-                scores = (progs.put(log.scores(rolled, indices)),) if asked else ()
-                experience, metrics = progs.score(state, frozen, rolled, *scores)
-                state, metrics = progs.update(state, frozen, experience, metrics)
-            log.push(step, indices, metrics, rolled)
-            cursor += b
-            every = cfg.run.checkpoint_every
-            if step == cfg.run.steps or (every and step % every == 0):
-                log.flush()
+        try:
+            for step in range(start + 1, cfg.run.steps + 1):
+                indices = job.prompts.order(cursor, b)
+                batch = progs.put(job.prompts.batch(indices))
+                if cfg.run.fused:
+                    state, metrics, rolled = progs.iteration(state, frozen, batch)
+                else:
+                    rolled = progs.generate(state, frozen, batch)
+                    asked = job.reward_fn is not None
+                    scores = (progs.put(log.scores(rolled, indices)),) if asked else ()
+                    experience, metrics = progs.score(state, frozen, rolled, *scores)
+                    state, metrics = progs.update(state, frozen, experience, metrics)
+                cursor += b
+                log.push(step, indices, metrics, rolled)
+                every = cfg.run.checkpoint_every
+                if step == cfg.run.steps or (every and step % every == 0):
+                    log.flush()
+                    store.save(state, {"cursor": cursor, "identity": who})
+        except BaseException:
+            # Hours of steps outlive a reward function that fails, and Ctrl-C.
+            if not state.step.is_deleted() and int(state.step) > start:
                 store.save(state, {"cursor": cursor, "identity": who})
-        log.flush()
-    store.close()
+            log.flush()
+            raise
     whole = transformer.merge_params(frozen.actor_base, state.actor)
     model = Model(job.setup.actor, whole, job.policy.tokenizer)
     return Result(model, state, read_jsonl(folder / "metrics.jsonl"), folder)
 
 
 def _write_config(folder: Path, cfg: Config) -> None:
-    text = yaml.safe_dump(configs.to_dict(cfg), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(settings.to_dict(cfg), sort_keys=False, allow_unicode=True)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
-
-
-class StepLog:
-    """Writes each step when the next one is already on the device."""
-
-    def __init__(self, job, writer, bar, yardsticks, on_step):
-        self.job, self.writer, self.bar = job, writer, bar
-        self.yardsticks, self.on_step = yardsticks, on_step
-        self._pending: tuple | None = None
-        self._clock = time.monotonic()
-
-    def scores(self, rolled: Rollout, indices: Sequence[int]) -> np.ndarray:
-        """Scores of the Python reward function, checked."""
-        return self._ask(self.job.reward_fn, rolled, indices)
-
-    def _ask(self, fn: RewardFn, rolled: Rollout, indices: Sequence[int]) -> np.ndarray:
-        data = self.job.prompts
-        return rewards.call(
-            fn,
-            data.texts(indices),
-            completions(self.job.policy.tokenizer, rolled),
-            data.columns(indices),
-            timeout=self.job.setup.config.reward.timeout,
-        )
-
-    def push(self, step: int, indices: Sequence[int], metrics: Any, rolled: Rollout):
-        """Takes a step that was just dispatched, and writes the one before it."""
-        self.flush()
-        self._pending = (step, indices, metrics, rolled)
-
-    def flush(self) -> None:
-        """Waits for the pending step, if any, and writes it."""
-        if self._pending is None:
-            return
-        (step, indices, metrics, rolled), self._pending = self._pending, None
-        values = {k: float(v) for k, v in jax.device_get(metrics).items()}
-        for name, fn in self.yardsticks.items():
-            values[name] = float(self._ask(fn, rolled, indices).mean())
-        now = time.monotonic()
-        values["seconds"], self._clock = now - self._clock, now
-        values["tokens_per_second"] = values["tokens"] / values["seconds"]
-        self.writer.write(step, values)
-        self.bar.step(step, values)
-        every = self.job.setup.config.run.samples_every
-        if every and (step == 1 or step % every == 0):
-            texts = completions(self.job.policy.tokenizer, rolled)[:4]
-            shown = zip(self.job.prompts.texts(indices), texts, strict=False)
-            rows = [{"prompt": p, "completion": c} for p, c in shown]
-            self.writer.samples(step, rows)
-        if self.on_step is not None:
-            self.on_step(step, values)

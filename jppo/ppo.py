@@ -198,7 +198,7 @@ def update(
     experience: Experience,
 ) -> tuple[TrainState, Steps]:
     """Epochs × minibatches on one rollout. Metrics are stacked: one entry a step."""
-    key, shuffle = jax.random.split(state.key)
+    key, _, shuffle = jax.random.split(state.key, 3)  # the second drew the rollout
     single = setup.config.ppo.minibatches == 1
 
     def step(trees, rows):

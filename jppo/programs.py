@@ -74,7 +74,7 @@ def generate(
         setup.actor,
         transformer.merge_params(frozen.actor_base, state.actor),
         prompts,
-        jax.random.fold_in(state.key, 1),
+        jax.random.split(state.key, 3)[1],  # the other two are the update's
         settings=setup.config.sampling,
         stop_ids=setup.stop_ids,
         pad_id=setup.pad_id,
@@ -128,7 +128,11 @@ def build(
             with jax.set_mesh(mesh):
                 return jitted(*values)
 
-        call.lower = jitted.lower  # type: ignore[attr-defined]
+        def lower(*values):
+            with jax.set_mesh(mesh):
+                return jitted.lower(*values)
+
+        call.lower = lower  # type: ignore[attr-defined]
         call.cache_size = jitted._cache_size  # type: ignore[attr-defined]
         return call
 

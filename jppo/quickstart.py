@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jppo import assets, config, console, programs
+from jppo import assets, console, programs, settings
 from jppo.config import Config, OptimConfig, RewardTrainConfig
 from jppo.data import PromptData, encode
 from jppo.evaluation import Evaluation, evaluate
@@ -42,7 +42,7 @@ class Size:
     sentences: int = 1000  # the reward model learns from
     judged: int = 300  # held-out sentences, all pairs among which are judged
     openings: int = 96  # held-out openings, continued before and after
-    steps: int = 16
+    steps: int = 18
 
 
 FULL, FAST = Size(), Size(sentences=256, judged=100, openings=32, steps=2)
@@ -51,17 +51,19 @@ SETTINGS: dict[str, Any] = {
     "policy.train_layers": 6,
     "critic.init": "reward",
     "critic.train_layers": 0,
-    "sampling.max_new_tokens": 18,
+    "sampling.max_new_tokens": 14,
+    "sampling.temperature": 0.7,
     "sampling.stop": ["."],
     "ppo.batch_size": 32,
     "ppo.epochs": 2,
     "ppo.minibatches": 2,
-    "ppo.lam": 1.0,
+    "ppo.lam": 0.9,
     "ppo.value_eps": None,
-    "actor_optim.lr": 3e-4,
+    "actor_optim.lr": 2e-4,
+    "actor_optim.warmup": 4,
     "critic_optim.lr": 1e-3,
     "kl.beta": 0.05,
-    "data.max_prompt_tokens": 8,
+    "data.max_prompt_tokens": 7,
     "data.overlong": "drop",
     "run.folder": "runs/quickstart",
     "run.resume": False,
@@ -77,7 +79,8 @@ REWARD = RewardTrainConfig(
     max_tokens=24,
     batch_size=64,
     epochs=6,
-    reads=3,
+    reads=4,
+    first_read=2,
     optim=OptimConfig(lr=1e-2, schedule="cosine", warmup=9, b2=0.98, weight_decay=0.05),
 )
 
@@ -203,7 +206,7 @@ def quickstart(
 ) -> Path:
     """Runs the main job; returns the path of report.html."""
     clocks = {"start": time.monotonic()}
-    base_cfg = config.from_dict(
+    base_cfg = settings.from_dict(
         SETTINGS | {"run.steps": size.steps, "run.seed": seed} | (overrides or {})
     )
     say = (lambda _: None) if base_cfg.run.quiet else print

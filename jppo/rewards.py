@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,14 +37,20 @@ def find_function(spec: str) -> RewardFn:
         if where.endswith(".py"):
             if not Path(where).is_file():
                 raise ConfigError(f"reward.function: no such file: {where}")
-            found = importlib.util.spec_from_file_location(Path(where).stem, where)
+            stem = f"jppo_reward_{Path(where).stem}"
+            found = importlib.util.spec_from_file_location(stem, where)
             assert found is not None and found.loader is not None
             module = importlib.util.module_from_spec(found)
+            sys.modules[stem] = module  # where dataclasses look themselves up
             found.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
-    except ImportError as error:
-        raise ConfigError(f"reward.function {spec!r}: {error}") from None
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's module does when it is imported
+        raise ConfigError(
+            f"reward.function {spec!r}: {type(error).__name__}: {error}"
+        ) from error
     if not callable(getattr(module, name, None)):
         known = [k for k, v in vars(module).items() if callable(v) and k[0] != "_"]
         raise ConfigError(f"{where} has no function {name!r}; it has {sorted(known)}")
@@ -85,7 +91,8 @@ def call(
     if "error" in outcome:
         error = outcome["error"]
         raise RewardError(
-            f"reward function {name} raised {type(error).__name__}: {error}"
+            f"reward function {name} raised {type(error).__name__}:"
+            f" {' '.join(str(error).split())}"
         ) from error
     return _checked(name, outcome["value"], prompts, completions)
 
@@ -93,10 +100,12 @@ def call(
 def _checked(
     name: str, value: Any, prompts: Sequence[str], completions: Sequence[str]
 ) -> np.ndarray:
-    if isinstance(value, (str, bytes, dict)) or not hasattr(value, "__len__"):
+    unordered = isinstance(value, (str, bytes, dict, set, frozenset))
+    single = not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
+    if unordered or single:
         raise RewardError(
-            f"reward function {name} returned {type(value).__name__} {str(value)[:60]!r}"
-            f", expected a list of {len(completions)} numbers"
+            f"reward function {name} returned {type(value).__name__}"
+            f" {str(value)[:60]!r}, expected a list of {len(completions)} numbers"
         )
     if len(value) != len(completions):
         raise RewardError(
@@ -105,18 +114,22 @@ def _checked(
         )
     scores = np.zeros(len(completions), np.float32)
     for i, item in enumerate(value):
-        number = None if isinstance(item, str) else _as_float(item)
-        if number is None or not math.isfinite(number):
+        number = _as_float32(item)
+        if not np.isfinite(number):
             raise RewardError(
-                f"reward function {name} returned {item!r} for sample {i}: prompt"
-                f" {prompts[i][:60]!r}, completion {completions[i][:60]!r}"
+                f"reward function {name} returned {repr(item)[:60]} for sample {i}:"
+                f" prompt {prompts[i][:60]!r}, completion {completions[i][:60]!r}"
             )
         scores[i] = number
     return scores
 
 
-def _as_float(item: Any) -> float | None:
+def _as_float32(item: Any) -> np.float32:
+    """One number as training sees it; NaN for what is not one."""
     try:
-        return float(item)
-    except (TypeError, ValueError):
-        return None
+        if isinstance(item, (str, bytes)) or np.ndim(item):
+            return np.float32(np.nan)
+        with np.errstate(over="ignore"):  # 1e39 is ∞ in float32
+            return np.float32(float(item))
+    except (TypeError, ValueError, OverflowError):
+        return np.float32(np.nan)

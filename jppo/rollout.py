@@ -179,6 +179,7 @@ def score(
 
     scores: from a Python reward function, or None to ask the reward tree. Rows
     without a response (padding) count nowhere.
+    Raises ValueError when there are neither scores nor a reward tree.
     """
     cfg = setup.config
     mask = rollout.mask
@@ -188,6 +189,8 @@ def score(
         rollout,
     )
     if scores is None:
+        if frozen.reward is None:
+            raise ValueError("there is no reward model: scores must be given")
         scores = out["scores"]
     # A weight-0 row may carry a NaN score: it must not touch even a sum.
     present = mask.any(-1)

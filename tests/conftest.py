@@ -22,7 +22,6 @@ for record in vars(types).values():
         record.__init__ = getattr(record.__init__, "__wrapped__", record.__init__)
 
 
-
 @pytest.fixture(scope="session")
 def optimized():
     """A context in which programs compile as they do for users.
@@ -56,8 +55,8 @@ def make_world(optimized):
         with pytest.MonkeyPatch.context() as patch, optimized():
             patch.setattr(ppo, "finish", finish)
             programs, trees = world.programs, world.trees()
-            world.rolled = programs.generate(*trees, tiny.prompts())
-            world.scored = programs.score(*trees, world.rolled, tiny.scores())
+            world.rolled = programs.generate(*trees, world.prompts())
+            world.scored = programs.score(*trees, world.rolled, world.scores())
             programs.update(*trees, *world.scored)
         return world
 

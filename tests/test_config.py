@@ -7,8 +7,9 @@ import typing
 import pytest
 import yaml
 
-from jppo import config
-from jppo.config import Config, ConfigError, from_dict, keys, to_dict
+from jppo import settings
+from jppo.config import Config, ConfigError
+from jppo.settings import from_dict, keys, to_dict
 
 KNOWN = keys()
 
@@ -51,7 +52,7 @@ def test_the_default_is_the_default():
     assert from_dict({}) == Config() == from_dict(to_dict(Config()))
     assert {k: d for k, (_, d, _) in KNOWN.items()} == {
         k: tuple(v) if isinstance(v, list) else v
-        for k, v in config.flatten(to_dict(Config())).items()
+        for k, v in settings.flatten(to_dict(Config())).items()
     }
 
 
@@ -61,7 +62,7 @@ def test_every_value_survives_yaml():
     text = yaml.safe_dump(to_dict(cfg), sort_keys=False, allow_unicode=True)
     back = from_dict(yaml.safe_load(text))
     assert back == cfg and hash(back) == hash(cfg)
-    flat = config.flatten(to_dict(cfg))
+    flat = settings.flatten(to_dict(cfg))
     for key, value in EVERY.items():
         assert flat[key] == (list(value) if isinstance(value, tuple) else value), key
     assert sum(flat[key] != default for key, (_, default, _) in KNOWN.items()) > 60
@@ -246,7 +247,9 @@ def test_a_setup_is_a_jit_key():
 
     def make(**over):
         parts = {"config": from_dict(over), "actor": model, "critic": model}
-        return config.Setup(**parts, reward=None, prompt_tokens=4, stop_ids=(0,), pad_id=0)
+        return config.Setup(
+            **parts, reward=None, prompt_tokens=4, stop_ids=(0,), pad_id=0
+        )
 
     stop = {"sampling.stop": ["a"]}
     assert make(**stop) == make(**stop) and hash(make(**stop)) == hash(make(**stop))

@@ -11,18 +11,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "jppo"
 LADDER = [
-    "config types masked sharding",
+    "config types masked settings sharding",
     "logprobs advantages kl losses sampling",
     "models models.*",
     "state decode",
     "rollout ppo preference",
     "programs",
     "data rewards checkpoint metrics console assets report report.*",
-    "loop reward_loop evaluation",
+    "loop steplog reward_loop evaluation",
     "cli quickstart __init__",
 ]
 # Within the vocabulary, and beside it: who may lean on a neighbour.
-BASE = {"masked": set(), "config": set(), "types": set(), "sharding": set()}
+BASE = {k: set() for k in ("masked", "config", "types", "sharding")} | {
+    "settings": {"config"}
+}
 LINES, FUNCTION, LONG = 300, 60, {"loop.run": 120, "loop.train": 120}
 
 

@@ -46,9 +46,8 @@ def plain_values(params, rolled):
 @pytest.fixture(scope="module")
 def away(py, rolled):
     """Scored with a reference that is another model: the KL is not 0."""
-    state, frozen = py.trees()
-    frozen = frozen.replace(reference=tiny.params(seed=5))
-    scored = py.programs.score(state, frozen, rolled, tiny.scores())
+    state, frozen = py.trees(reference=tiny.params(seed=5))
+    scored = py.programs.score(state, frozen, rolled, py.scores())
     return state, frozen, scored
 
 
@@ -110,12 +109,12 @@ def test_kl_is_exactly_zero_for_identical_params(scored):
 
 def test_a_nan_score_of_a_padding_row_leaves_no_trace(py):
     state, frozen = py.trees()
-    prompts = tiny.prompts().replace(weight=jnp.ones(B).at[2].set(0.0))
+    prompts = py.prompts(weight=jnp.ones(B).at[2].set(0.0))
     rolled = py.programs.generate(state, frozen, prompts)
     assert rolled.lengths[2] == 0
 
     def with_score(x):
-        scores = tiny.scores().at[2].set(x)
+        scores = py.programs.put(tiny.scores().at[2].set(x))
         return py.programs.score(state, frozen, rolled, scores)
 
     zero, metrics = with_score(0.0)
@@ -124,7 +123,6 @@ def test_a_nan_score_of_a_padding_row_leaves_no_trace(py):
         assert tiny.distance(got, (zero, metrics)) == 0.0
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((zero, metrics)))
     assert metrics["sequences"] == B - 1
-
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -162,7 +160,7 @@ def test_parts_keep_the_order_of_rows():
 
 def test_reward_tree_scores_the_whole_sequence(rm):
     state, frozen = rm.trees()
-    rolled = rm.programs.generate(state, frozen, tiny.prompts())
+    rolled = rm.programs.generate(state, frozen, rm.prompts())
     _, metrics = rm.programs.score(state, frozen, rolled)
     params = plain.float64(frozen.reward)
     naive = [plain.scalars(np, tiny.CFG, params, row)[-1] for row, _ in rows_of(rolled)]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jppo import config, ppo, programs
+from jppo import ppo, programs, settings
 from jppo.config import ModelConfig, Setup
 from jppo.sharding import make_mesh
 from jppo.state import init_state, init_trees
@@ -89,9 +89,8 @@ def chain(following, cfg=CFG):
 
 
 def make_setup(over=None, *, cfg=CFG, reward=False, p=P, frozen=None, on_critic=False):
-    settings = config.from_dict(LEARN | (over or {}))
     return Setup(
-        config=settings,
+        config=settings.from_dict(LEARN | (over or {})),
         actor=cfg,
         critic=cfg,
         reward=cfg if reward else None,
@@ -104,9 +103,9 @@ def make_setup(over=None, *, cfg=CFG, reward=False, p=P, frozen=None, on_critic=
     )
 
 
-def first_trees(setup, policy=None):
+def first_trees(setup):
     """(state, frozen) before the first step."""
-    policy = params(setup.actor) if policy is None else policy
+    policy = params(setup.actor)
     reward = params(setup.reward, 1, head=True) if setup.reward else None
     actor, critic, frozen = init_trees(setup, policy, reward, jax.random.key(2))
     return init_state(setup, actor, critic, jax.random.key(3)), frozen
@@ -138,7 +137,7 @@ def use_tables(patch):
 
     def policy_outputs(setup, params, base, x, valid, tokens, *, entropy):
         logp = params["table"][x]
-        return logp, jnp.square(logp) if entropy else None, logp[..., None]
+        return logp, 2.0 - logp if entropy else None, logp[..., None]
 
     def critic_values(setup, critic, x, valid, hidden):
         return critic["table"][x]
@@ -154,9 +153,19 @@ class World:
         self.setup = setup
         self.programs = programs.build(setup, mesh or one_device())
 
-    def trees(self, policy=None):
+    def trees(self, reference=None):
         """Fresh (state, frozen), placed: an update donates the state."""
-        return self.programs.place(*first_trees(self.setup, policy))
+        state, frozen = first_trees(self.setup)
+        if reference is not None:
+            frozen = frozen.replace(reference=reference)
+        return self.programs.place(state, frozen)
+
+    def prompts(self, seed=0, **changes):
+        """Placed prompts: an array in another place would be another compilation."""
+        return self.programs.put(prompts(seed=seed).replace(**changes))
+
+    def scores(self):
+        return self.programs.put(scores())
 
 
 def close(actual, expected, tol=1e-5):

@@ -7,11 +7,11 @@ place. A row has a key of its own: what it draws does not depend on its neighbou
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jppo import sampling
 from jppo.config import ModelConfig, SamplingConfig
@@ -59,6 +59,89 @@ def empty_caches(cfg: ModelConfig, b: int, s: int) -> tuple[Cache, ...]:
     return tuple(Cache(zeros, zeros) for _ in range(cfg.n_layers))
 
 
+class Responses(NamedTuple):
+    """What has been drawn so far; slots after a row's stop token are never written."""
+
+    tokens: Int[Array, "b t"]
+    logp: Float[Array, "b t"]
+    mask: Bool[Array, "b t"]
+    stop_index: Int[Array, " b"]
+    alive: Bool[Array, " b"]
+
+    @classmethod
+    def empty(cls, alive: Bool[Array, " b"], t: int, pad_id: int) -> Responses:
+        b = alive.shape[0]
+        return cls(
+            tokens=jnp.full((b, t), pad_id, jnp.int32),
+            logp=jnp.zeros((b, t), jnp.float32),
+            mask=jnp.zeros((b, t), bool),
+            stop_index=jnp.full((b,), -1, jnp.int32),
+            alive=alive,
+        )
+
+    def add(self, i: Any, token: Array, logp: Array, stops: Array) -> Responses:
+        """Writes slot i of the rows that are alive; a stop token ends its row."""
+        column, alive = (slice(None), i), self.alive
+        hit = (token[:, None] == stops[None]) & alive[:, None]
+        stop = jnp.argmax(hit, -1).astype(jnp.int32)
+        return Responses(
+            tokens=self.tokens.at[column].set(
+                jnp.where(alive, token, self.tokens[column])
+            ),
+            logp=self.logp.at[column].set(jnp.where(alive, logp, 0.0)),
+            mask=self.mask.at[column].set(alive),
+            stop_index=jnp.where(hit.any(-1), stop, self.stop_index),
+            alive=alive & ~hit.any(-1),
+        )
+
+
+def draw(
+    hidden: Float[Array, "b d"],
+    head: tuple[Array, bool],
+    row_keys: Key[Array, " b"],
+    i: Any,
+    settings: SamplingConfig,
+) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
+    """(token, its log-prob over the full vocabulary) of slot i for every row."""
+    logits = head_logits(hidden, head[0], transposed=head[1])
+    if settings.temperature == 0:
+        token = sampling.greedy(logits)
+        return token, token_logprobs(logits, token)
+    keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, i)
+    token = sampling.sample(
+        keys,
+        logits,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
+    )
+    return token, token_logprobs(logits, token, temperature=settings.temperature)
+
+
+def prefill(
+    cfg: ModelConfig, params: Params, layers: list[Params], prompts: Prompts, t: int
+) -> tuple[Array, tuple[Cache, ...], Bool[Array, "b s"]]:
+    """(last hidden state, caches, valid columns) after the prompts.
+
+    The last slot's token is never fed back, so the cache ends one column before it.
+    """
+    b, p = prompts.tokens.shape
+    valid = jnp.pad(prompts.mask, ((0, 0), (0, t - 1)))
+    causal = jnp.arange(p + t - 1)[None] <= jnp.arange(p)[:, None]
+    hidden, caches = forward_cached(
+        cfg,
+        params,
+        layers,
+        prompts.tokens,
+        transformer.positions_of(prompts.mask),
+        causal & valid[:, None],
+        empty_caches(cfg, b, p + t - 1),
+        0,
+    )
+    return hidden, caches, valid
+
+
 def generate(
     cfg: ModelConfig,
     params: Params,
@@ -77,87 +160,41 @@ def generate(
     Log-probs are of the full vocabulary at the sampling temperature (at temperature
     0, greedy decoding, of the untempered distribution).
     """
-    b, p = prompts.tokens.shape
-    t = settings.max_new_tokens
+    p, t = prompts.tokens.shape[1], settings.max_new_tokens
     params = constrain_tree(params, DECODE_RULES)
-    layers, (kernel, transposed) = unstack(params), transformer.lm_kernel(params)
+    layers, head = unstack(params), transformer.lm_kernel(params)
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, prompts.row)
     stops = jnp.asarray(stop_ids, jnp.int32)
     offset = prompts.mask.sum(-1, dtype=jnp.int32)
 
-    def draw(hidden, i):
-        logits = head_logits(hidden, kernel, transposed=transposed)
-        if settings.temperature == 0:
-            token = sampling.greedy(logits)
-            return token, token_logprobs(logits, token)
-        keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, i)
-        token = sampling.sample(
-            keys,
-            logits,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            min_p=settings.min_p,
-        )
-        return token, token_logprobs(logits, token, temperature=settings.temperature)
-
-    def record(out, i, token, logp, alive):
-        tokens, logps, mask, stop_index = out
-        hit = (token[:, None] == stops[None]) & alive[:, None]
-        column = (slice(None), i)
-        out = (
-            tokens.at[column].set(jnp.where(alive, token, pad_id)),
-            logps.at[column].set(jnp.where(alive, logp, 0.0)),
-            mask.at[column].set(alive),
-            jnp.where(hit.any(-1), jnp.argmax(hit, -1).astype(jnp.int32), stop_index),
-        )
-        return out, alive & ~hit.any(-1)
-
     def step(carry):
-        i, out, alive, valid, caches = carry
-        token = jax.lax.dynamic_slice_in_dim(out[0], i - 1, 1, axis=1)
-        valid = jax.lax.dynamic_update_slice(valid, alive[:, None], (0, p + i - 1))
+        i, out, valid, caches = carry
+        token = jax.lax.dynamic_slice_in_dim(out.tokens, i - 1, 1, axis=1)
+        column, alive = p + i - 1, out.alive[:, None]
+        valid = jax.lax.dynamic_update_slice(valid, alive, (0, column))
         positions = (offset + i - 1)[:, None]
         hidden, caches = forward_cached(
-            cfg, params, layers, token, positions, valid[:, None], caches, p + i - 1
+            cfg, params, layers, token, positions, valid[:, None], caches, column
         )
-        out, alive = record(out, i, *draw(hidden, i), alive)
-        return i + 1, out, alive, valid, caches
+        out = out.add(i, *draw(hidden, head, row_keys, i, settings), stops)
+        return i + 1, out, valid, caches
 
     def running(carry):
-        return (carry[0] < t) & carry[2].any()
+        return (carry[0] < t) & carry[1].alive.any()
 
-    # The last slot's token is never fed back, so the cache ends one column before it.
-    s = p + t - 1
-    valid = jnp.pad(prompts.mask, ((0, 0), (0, t - 1)))
-    causal = jnp.arange(s)[None] <= jnp.arange(p)[:, None]
-    hidden, caches = forward_cached(
-        cfg,
-        params,
-        layers,
-        prompts.tokens,
-        transformer.positions_of(prompts.mask),
-        causal & valid[:, None],
-        empty_caches(cfg, b, s),
-        0,
-    )
-    out = (
-        jnp.full((b, t), pad_id, jnp.int32),
-        jnp.zeros((b, t), jnp.float32),
-        jnp.zeros((b, t), bool),
-        jnp.full((b,), -1, jnp.int32),
-    )
+    hidden, caches, valid = prefill(cfg, params, layers, prompts, t)
     # A padding row, or one without a prompt token, never starts.
     alive = (prompts.weight > 0) & prompts.mask.any(-1)
-    out, alive = record(out, 0, *draw(hidden, 0), alive)
-    carry = (jnp.int32(1), out, alive, valid, caches)
-    _, (tokens, logp, mask, stop_index), *_ = jax.lax.while_loop(running, step, carry)
+    out = Responses.empty(alive, t, pad_id)
+    out = out.add(0, *draw(hidden, head, row_keys, 0, settings), stops)
+    carry = (jnp.int32(1), out, valid, caches)
+    _, out, *_ = jax.lax.while_loop(running, step, carry)
     return Rollout(
-        tokens=jnp.concatenate([prompts.tokens, tokens], -1),
-        valid=jnp.concatenate([prompts.mask, mask], -1),
-        mask=mask,
-        logp=logp,
-        stopped=stop_index >= 0,
-        stop_index=stop_index,
-        lengths=mask.sum(-1, dtype=jnp.int32),
+        tokens=jnp.concatenate([prompts.tokens, out.tokens], -1),
+        valid=jnp.concatenate([prompts.mask, out.mask], -1),
+        mask=out.mask,
+        logp=out.logp,
+        stopped=out.stop_index >= 0,
+        stop_index=out.stop_index,
+        lengths=out.mask.sum(-1, dtype=jnp.int32),
     )

@@ -222,7 +222,7 @@ def run(
     cfg, progs = job.setup.config, progs or programs.build(job.setup)
     folder = Path(cfg.run.folder)
     state, frozen = progs.place(job.state, job.frozen)
-    who = identity(job.setup, frozen)
+    who = identity(job.setup, job.frozen)
     store = Checkpoints(folder / "checkpoints", keep=cfg.run.keep)
     cursor = start = 0
     if store.latest() is not None and cfg.run.resume:

@@ -224,6 +224,7 @@ def train_reward(
                 top, opt_state, texts.x[full], texts.valid[full], at, better
             )
             history.append({k: float(v) for k, v in metrics.items()})
-            bar.step(len(history), history[-1])
+            if len(history) % max(steps // 12, 1) == 0 or len(history) == steps:
+                bar.step(len(history), history[-1])
     whole = transformer.merge_params(trunk, top)
     return Model(cfg, whole, base.tokenizer), history

@@ -168,6 +168,55 @@ def forward_roles(
     return out
 
 
+def shaped_rewards(
+    setup: Setup,
+    beta: Float[Array, ""],
+    logp: Float[Array, "b t"],
+    logp_ref: Float[Array, "b t"],
+    scores: Float[Array, " b"],
+    rollout: Rollout,
+) -> tuple[Float[Array, "b t"], Bool[Array, "b t"]]:
+    """(token rewards, the slots that hold one): KL penalty and the score."""
+    cfg, mask = setup.config, rollout.mask
+    rewards = kl_penalty(
+        logp,
+        logp_ref,
+        shape_scores(setup, scores, rollout.stopped),
+        mask,
+        beta=beta if cfg.kl.where == "reward" else 0.0,
+        estimator=cfg.kl.estimator,
+        score_at=cfg.reward.score_at,
+    )
+    slots = score_mask(mask, score_at=cfg.reward.score_at)
+    if cfg.reward.whiten:
+        rewards = whiten(rewards, slots, shift_mean=False)
+    return rewards, slots
+
+
+def rollout_metrics(
+    rollout: Rollout, made: Experience, out: dict[str, Array], shaped: Array
+) -> Metrics:
+    """Means over tokens or sequences; the keys are the words of the docs."""
+    mask = made.mask
+    present = mask.any(-1)
+    k1 = kl_estimate(made.logp_old, made.logp_ref, estimator="k1")
+    gap = jnp.abs(out["logp"] - rollout.logp)
+    return {
+        "scores": masked_mean(made.scores, present),
+        "rewards": masked_mean(shaped, present),
+        "kl": masked_mean(masked_sum(k1, mask, -1), present),
+        "kl_token": masked_mean(k1, mask),
+        "entropy": masked_mean(out["entropy"], mask),
+        "lengths": masked_mean(rollout.lengths.astype(jnp.float32), present),
+        "stopped_frac": masked_mean(rollout.stopped.astype(jnp.float32), present),
+        "values": masked_mean(made.values_old, mask),
+        "explained_variance": explained_variance(made.values_old, made.returns, mask),
+        "sampler_gap_max": jnp.max(jnp.where(mask, gap, 0.0)),
+        "sequences": present.sum(dtype=jnp.float32),
+        "tokens": mask.sum(dtype=jnp.float32),
+    }
+
+
 def score(
     setup: Setup,
     state: TrainState,
@@ -181,11 +230,10 @@ def score(
     without a response (padding) count nowhere.
     Raises ValueError when there are neither scores nor a reward tree.
     """
-    cfg = setup.config
-    mask = rollout.mask
+    cfg, mask = setup.config.ppo, rollout.mask
     out = in_parts(
         lambda part: forward_roles(setup, state, frozen, part),
-        cfg.ppo.minibatches * cfg.ppo.micro_batches,
+        cfg.minibatches * cfg.micro_batches,
         rollout,
     )
     if scores is None:
@@ -193,51 +241,21 @@ def score(
             raise ValueError("there is no reward model: scores must be given")
         scores = out["scores"]
     # A weight-0 row may carry a NaN score: it must not touch even a sum.
-    present = mask.any(-1)
-    scores = jnp.where(present, scores.astype(jnp.float32), 0.0)
-    recomputed = cfg.ppo.logp_old == "recompute"
-    logp_old = jnp.where(mask, out["logp"] if recomputed else rollout.logp, 0.0)
-    logp_ref = jnp.where(mask, out["logp_ref"], 0.0)
+    scores = jnp.where(mask.any(-1), scores.astype(jnp.float32), 0.0)
+    logp = out["logp"] if cfg.logp_old == "recompute" else rollout.logp
+    logp_old, logp_ref = (jnp.where(mask, x, 0.0) for x in (logp, out["logp_ref"]))
     values = jnp.where(mask.any(-1, keepdims=True), out["values"], 0.0)
-    rewards = kl_penalty(
-        logp_old,
-        logp_ref,
-        shape_scores(setup, scores, rollout.stopped),
-        mask,
-        beta=state.beta if cfg.kl.where == "reward" else 0.0,
-        estimator=cfg.kl.estimator,
-        score_at=cfg.reward.score_at,
+    rewards, slots = shaped_rewards(
+        setup, state.beta, logp_old, logp_ref, scores, rollout
     )
-    slots = score_mask(mask, score_at=cfg.reward.score_at)
-    if cfg.reward.whiten:
-        rewards = whiten(rewards, slots, shift_mean=False)
     advantages, returns = jax.vmap(
-        lambda r, v, m: gae_scan(r, v, m, gamma=cfg.ppo.gamma, lam=cfg.ppo.lam)
+        lambda r, v, m: gae_scan(r, v, m, gamma=cfg.gamma, lam=cfg.lam)
     )(rewards, values, slots)
     advantages = jnp.where(mask, advantages, 0.0)
     weights = jnp.ones_like(logp_old)
-    if cfg.ppo.tis_cap is not None:
-        weights = tis_weights(out["logp"], rollout.logp, cap=cfg.ppo.tis_cap)
-    k1 = kl_estimate(logp_old, logp_ref, estimator="k1")
-    gap = jnp.abs(out["logp"] - rollout.logp)
-    metrics = {
-        "scores": masked_mean(scores, present),
-        "rewards": masked_mean(masked_sum(rewards, slots, -1), present),
-        "kl": masked_mean(masked_sum(k1, mask, -1), present),
-        "kl_token": masked_mean(k1, mask),
-        "entropy": masked_mean(out["entropy"], mask),
-        "lengths": masked_mean(rollout.lengths.astype(jnp.float32), present),
-        "stopped_frac": masked_mean(rollout.stopped.astype(jnp.float32), present),
-        "values": masked_mean(values, mask),
-        "explained_variance": explained_variance(values, returns, mask),
-        "sampler_gap_max": jnp.max(jnp.where(mask, gap, 0.0)),
-        "beta": state.beta,
-        "sequences": present.sum(dtype=jnp.float32),
-        "tokens": mask.sum(dtype=jnp.float32),
-    }
-    if cfg.ppo.whiten_advantages:
-        advantages = whiten(advantages, mask)
-    experience = Experience(
+    if cfg.tis_cap is not None:
+        weights = tis_weights(out["logp"], rollout.logp, cap=cfg.tis_cap)
+    made = Experience(
         actor_in=out["actor_in"],
         critic_in=out["critic_in"],
         tokens=rollout.tokens[:, -mask.shape[1] :],
@@ -246,9 +264,11 @@ def score(
         logp_old=logp_old,
         logp_ref=logp_ref,
         values_old=values,
-        advantages=advantages,
+        advantages=whiten(advantages, mask) if cfg.whiten_advantages else advantages,
         returns=returns,
         scores=scores,
         weights=weights,
     )
-    return experience, metrics
+    shaped = masked_sum(rewards, slots, -1)
+    metrics = rollout_metrics(rollout, made, out, shaped)
+    return made, metrics | {"beta": state.beta}

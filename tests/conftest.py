@@ -72,7 +72,7 @@ def py(make_world):
 @pytest.fixture(scope="session")
 def rm():
     """Programs whose scores come from a reward model's param tree, on one device."""
-    return tiny.World(tiny.make_setup(reward=True))
+    return tiny.World(tiny.make_setup(tiny.CALM, reward=True))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,14 @@ import pytest
 import yaml
 
 from jppo import settings
-from jppo.config import Config, ConfigError
+from jppo.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    PPOConfig,
+    RewardTrainConfig,
+    Setup,
+)
 from jppo.settings import from_dict, keys, to_dict
 
 KNOWN = keys()
@@ -229,10 +236,10 @@ def test_the_edges_of_the_rules_are_allowed(tree):
 
 def test_a_config_built_by_hand_is_checked_too():
     with pytest.raises(ConfigError, match="ppo.eps"):
-        Config(ppo=config.PPOConfig(eps=2.0))
+        Config(ppo=PPOConfig(eps=2.0))
 
 
-@pytest.mark.parametrize("cls", [Config, config.RewardTrainConfig])
+@pytest.mark.parametrize("cls", [Config, RewardTrainConfig])
 def test_every_key_has_one_line_of_help(cls):
     found = keys(cls)
     assert len(found) > 5
@@ -243,13 +250,11 @@ def test_every_key_has_one_line_of_help(cls):
 
 def test_a_setup_is_a_jit_key():
     """Equal setups are one key, so a run compiles once."""
-    model = config.ModelConfig(16, 16, 2, 4, 2, 4, 32)
+    model = ModelConfig(16, 16, 2, 4, 2, 4, 32)
 
     def make(**over):
         parts = {"config": from_dict(over), "actor": model, "critic": model}
-        return config.Setup(
-            **parts, reward=None, prompt_tokens=4, stop_ids=(0,), pad_id=0
-        )
+        return Setup(**parts, reward=None, prompt_tokens=4, stop_ids=(0,), pad_id=0)
 
     stop = {"sampling.stop": ["a"]}
     assert make(**stop) == make(**stop) and hash(make(**stop)) == hash(make(**stop))

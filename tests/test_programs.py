@@ -11,7 +11,7 @@ import tiny
 from jppo import programs
 from jppo.config import ConfigError
 from jppo.sharding import make_mesh
-from jppo.state import abstract_trees
+from jppo.state import abstract_trees, make_optimizers
 
 B = tiny.B
 
@@ -71,7 +71,7 @@ def test_steps_draw_new_samples(py):
 def test_no_key_is_used_twice(monkeypatch, py):
     """Sampling, shuffling and the next step's state draw from three keys."""
     setup = tiny.make_setup({"ppo.minibatches": 2})
-    state, frozen = tiny.first_trees(setup)
+    tx, (state, frozen) = make_optimizers(setup), tiny.first_trees(setup)
     used = []
 
     class Stop(Exception):
@@ -86,7 +86,7 @@ def test_no_key_is_used_twice(monkeypatch, py):
     with pytest.raises(Stop):
         programs.generate(setup, state, frozen, tiny.prompts())
     with pytest.raises(Stop):
-        programs.ppo.update(setup, None, state, frozen, py.scored[0])
+        programs.ppo.update(setup, tx, state, frozen, py.scored[0])
     assert len(used) == 2
     (next_state, *_) = staged(py, *py.trees(), py.prompts(), py.scores())
     used += [state.key, next_state.key]

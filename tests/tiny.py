@@ -34,6 +34,12 @@ LEARN = {
     "actor_optim.lr": 1e-2,
     "critic_optim.lr": 1e-2,
 }
+# A small ε of Adam would turn rounding at gradient 0 into whole optimizer steps.
+CALM = {
+    "actor_optim.eps": 1e-3,
+    "critic_optim.eps": 1e-3,
+    "kl.controller": "ziegler",
+}
 
 
 def one_device():

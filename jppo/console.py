@@ -44,13 +44,14 @@ def number(value: Any) -> str:
     """A number as people read it: about three digits, steady in width."""
     if not isinstance(value, Real) or not math.isfinite(value):
         return "–" if value is None else str(value)
-    if not isinstance(value, Integral) and abs(value) >= 1e7:
+    whole, size = isinstance(value, Integral), abs(float(value))
+    if not whole and size >= 1e7:
         return f"{value:.2e}"
-    if isinstance(value, Integral) or abs(value) >= 99.95:
+    if whole or size >= 99.95:
         return f"{value:,.0f}"
-    if 0 < abs(value) < 9.995e-4:
+    if 0 < size < 9.995e-4:
         return f"{value:.1e}"
-    return f"{value:.{1 if abs(value) >= 9.995 else 2 if abs(value) >= 0.9995 else 3}f}"
+    return f"{value:.{1 if size >= 9.995 else 2 if size >= 0.9995 else 3}f}"
 
 
 class _Count(ProgressColumn):

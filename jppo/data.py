@@ -182,7 +182,9 @@ class PromptData:
         tokens, mask = pad(ids, self.width, self.pad_id, left=True)
         weight = np.zeros(size, np.float32)
         weight[: len(indices)] = 1.0
-        return Prompts(tokens, mask, weight, np.arange(size, dtype=np.int32))
+        row = np.arange(size, dtype=np.int32)
+        host: tuple[Any, ...] = (tokens, mask, weight, row)  # placed by the caller
+        return Prompts(*host)
 
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
         """The other columns of these rows, for the reward function."""

@@ -7,7 +7,7 @@ programs that train also evaluate, so nothing is compiled twice.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,14 +67,14 @@ def evaluate(
     tokenizer: Any,
     *,
     reward_fn: RewardFn | None = None,
-    yardsticks: dict[str, RewardFn] | None = None,
+    yardsticks: Mapping[str, RewardFn] | None = None,
     seed: int = 0,
 ) -> Evaluation:
     """Samples one response a prompt. Columns: reward, kl, length, and the yardsticks.
 
     kl is the sum over tokens of log π − log π_ref at the sampled tokens, in nats.
     """
-    state = state.replace(key=jax.random.key(seed))
+    state = dataclasses.replace(state, key=jax.random.key(seed))
     size = progs.setup.config.ppo.batch_size
     texts: list[str] = []
     parts: dict[str, list[np.ndarray]] = {"reward": [], "kl": [], "length": []}
@@ -89,12 +89,13 @@ def evaluate(
             values[: len(indices)] = rewards.call(reward_fn, *asked)
             scores = (progs.put(values),)
         experience, _ = progs.score(state, frozen, rolled, *scores)
-        got = jax.device_get(experience.replace(actor_in=None, critic_in=None))
-        gap = np.where(got.mask, got.logp_old - got.logp_ref, 0.0)
+        keep = (experience.mask, experience.logp_old, experience.logp_ref)
+        mask, logp, logp_ref, got = jax.device_get((*keep, experience.scores))
+        gap = np.where(mask, logp - logp_ref, 0.0)
         columns = {
-            "reward": got.scores,
+            "reward": got,
             "kl": gap.sum(-1),
-            "length": got.mask.sum(-1).astype(np.float32),
+            "length": mask.sum(-1).astype(np.float32),
         }
         for name, fn in (yardsticks or {}).items():
             columns[name] = rewards.call(fn, *asked)

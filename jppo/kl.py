@@ -6,6 +6,8 @@ per token and float32. Scores are one a sequence, and `place_scores` says on whi
 token they land. Controllers are pure: state → state.
 """
 
+import dataclasses
+
 import chex
 import flax.struct
 import jax
@@ -196,7 +198,7 @@ def adaptive_kl(
     horizon: episodes (n of this batch).
     """
     error = jnp.clip(jnp.asarray(kl, jnp.float32) / target - 1.0, -0.2, 0.2)
-    return state.replace(beta=state.beta * (1.0 + error * n / horizon))
+    return dataclasses.replace(state, beta=state.beta * (1.0 + error * n / horizon))
 
 
 def paper_kl(state: KLState, kl: Scalar, *, target: Scalar) -> KLState:
@@ -208,4 +210,4 @@ def paper_kl(state: KLState, kl: Scalar, *, target: Scalar) -> KLState:
     """
     kl = jnp.asarray(kl, jnp.float32)
     factor = jnp.where(kl > 1.5 * target, 2.0, jnp.where(kl < target / 1.5, 0.5, 1.0))
-    return state.replace(beta=state.beta * factor)
+    return dataclasses.replace(state, beta=state.beta * factor)

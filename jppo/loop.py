@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,7 +187,7 @@ def train(
     reward_fn: RewardFn | None = None,
     reward_model: str | Path | Model | None = None,
     steps: int | None = None,
-    yardsticks: dict[str, RewardFn] | None = None,
+    yardsticks: Mapping[str, RewardFn] | None = None,
     on_step: Callable[[int, dict[str, float]], None] | None = None,
 ) -> Result:
     """Trains a policy with PPO; every argument but `config` overrides its setting.
@@ -215,7 +215,7 @@ def run(
     job: Job,
     progs: programs.Programs | None = None,
     *,
-    yardsticks: dict[str, RewardFn] | None = None,
+    yardsticks: Mapping[str, RewardFn] | None = None,
     on_step: Callable[[int, dict[str, float]], None] | None = None,
 ) -> Result:
     """Runs a prepared job to its last step, or from its last checkpoint on."""

@@ -9,6 +9,7 @@ devices. Sources: arXiv 1707.06347; arXiv 2403.17031.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -214,7 +215,8 @@ def update(
     trees = (state.actor, state.critic, state.opt_actor, state.opt_critic)
     order = minibatch_rows(setup, shuffle, experience.mask.shape[0])
     (actor, critic, opt_actor, opt_critic), metrics = jax.lax.scan(step, trees, order)
-    new = state.replace(
+    new = dataclasses.replace(
+        state,
         actor=actor,
         critic=critic,
         opt_actor=opt_actor,
@@ -248,4 +250,4 @@ def finish(
         k: v.max() if k.endswith("_max") else v.sum() if k == "skipped" else v.mean()
         for k, v in steps.items()
     }
-    return state.replace(beta=beta), scored | folded
+    return dataclasses.replace(state, beta=beta), scored | folded

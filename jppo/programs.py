@@ -157,9 +157,10 @@ def build(
 def abstract_prompts(setup: Setup) -> Prompts:
     """Shapes of one batch of prompts."""
     b, p = setup.config.ppo.batch_size, setup.prompt_tokens
-    return Prompts(
-        tokens=jax.ShapeDtypeStruct((b, p), jnp.int32),
-        mask=jax.ShapeDtypeStruct((b, p), jnp.bool_),
-        weight=jax.ShapeDtypeStruct((b,), jnp.float32),
-        row=jax.ShapeDtypeStruct((b,), jnp.int32),
+    shapes: tuple[Any, ...] = (
+        jax.ShapeDtypeStruct((b, p), jnp.int32),
+        jax.ShapeDtypeStruct((b, p), jnp.bool_),
+        jax.ShapeDtypeStruct((b,), jnp.float32),
+        jax.ShapeDtypeStruct((b,), jnp.int32),
     )
+    return Prompts(*shapes)

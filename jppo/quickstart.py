@@ -211,6 +211,7 @@ def quickstart(
         SETTINGS | {"run.steps": size.steps, "run.seed": seed} | (overrides or {})
     )
     say = (lambda _: None) if base_cfg.run.quiet else print
+    set_aside(Path(base_cfg.run.folder))
     say("Fetching SmolLM2-135M-Instruct and the movie ratings (once) …")
     with ThreadPoolExecutor() as pool:
         ratings = pool.submit(assets.movie_ratings)
@@ -246,10 +247,12 @@ def quickstart(
             progs, state, frozen, held_out, base.tokenizer, yardsticks=gold, seed=seed
         )
 
+    say("\nContinuing the held-out openings before training (compiles first) …")
     before = judge(state)
     clocks["before"] = time.monotonic()
     result = run(job._replace(state=state, frozen=frozen), progs, yardsticks=gold)
     clocks["PPO"] = time.monotonic()
+    say("Continuing them after training …")
     after = judge(result.state)
     clocks["after"] = time.monotonic()
     save_model(result, reward)
@@ -257,6 +260,17 @@ def quickstart(
     report = finish(result.folder, base_cfg, before, after, card, seconds)
     say(f"\nreport: {report}")
     return report
+
+
+def set_aside(folder: Path) -> None:
+    """Renames an earlier run's folder to the next free `folder.N`."""
+    if not folder.exists():
+        return
+    n = 1
+    while (aside := folder.with_name(f"{folder.name}.{n}")).exists():
+        n += 1
+    folder.rename(aside)
+    print(f"{folder} holds an earlier run: moved to {aside}")
 
 
 def save_model(result: Result, reward: Model) -> None:

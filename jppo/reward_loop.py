@@ -33,7 +33,8 @@ SHOWN = {"loss": "loss", "pair_accuracy": "pair acc", "score_margin": "margin"}
 class Comparisons(Protocol):
     """Texts, as (prompt, completion), and which of them beat which."""
 
-    texts: Sequence[tuple[str, str]]
+    @property
+    def texts(self) -> Sequence[tuple[str, str]]: ...
 
     def better(self, rows: np.ndarray) -> np.ndarray:
         """[i, j]: text rows[i] beats text rows[j]."""

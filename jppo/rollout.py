@@ -240,6 +240,7 @@ def score(
         if frozen.reward is None:
             raise ValueError("there is no reward model: scores must be given")
         scores = out["scores"]
+    assert scores is not None
     # A weight-0 row may carry a NaN score: it must not touch even a sum.
     scores = jnp.where(mask.any(-1), scores.astype(jnp.float32), 0.0)
     logp = out["logp"] if cfg.logp_old == "recompute" else rollout.logp

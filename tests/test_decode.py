@@ -1,4 +1,4 @@
-"""The sampler against teacher forcing, and its edges on a policy that can be scripted."""
+"""The sampler against teacher forcing, and its edges on a scripted policy."""
 
 import re
 from functools import partial
@@ -216,8 +216,7 @@ def test_stop_tokens(generate, script):
     assert out.mask[:, 0].all()  # an immediate stop is a token that was chosen
 
 
-@pytest.mark.parametrize("names, steps", [(["immediate stop"], 0), (["never"], 4)])
-def test_ends_when_all_rows_have_stopped(script, monkeypatch, names, steps):
+def test_ends_when_all_rows_have_stopped(script, monkeypatch):
     """Counts the cached forwards: one for the prompt, one a further token."""
     calls, cached = [], decode.forward_cached
 
@@ -226,9 +225,12 @@ def test_ends_when_all_rows_have_stopped(script, monkeypatch, names, steps):
         return cached(*args)
 
     monkeypatch.setattr(decode, "forward_cached", counted)
-    say(sampler(), script, names)[0].tokens.block_until_ready()
-    jax.effects_barrier()
-    assert len(calls) == 1 + steps
+    generate = sampler()
+    for name, steps in (("immediate stop", 0), ("stop that is pad", 1), ("never", 4)):
+        calls.clear()
+        say(generate, script, [name])[0].tokens.block_until_ready()
+        jax.effects_barrier()
+        assert len(calls) == 1 + steps, name
 
 
 def test_one_new_token(one_slot, params, forced):

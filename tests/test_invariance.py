@@ -13,7 +13,7 @@ from jppo.sharding import make_mesh
 slow = pytest.mark.slow
 RUNS = [  # mesh, settings
     pytest.param({"data": 8}, {}, id="data=8", marks=slow),
-    pytest.param({"fsdp": 8}, {}, id="fsdp=8"),
+    pytest.param({"fsdp": 8}, {}, id="fsdp=8", marks=slow),
     pytest.param({"fsdp": 4, "tensor": 2}, {}, id="fsdp=4 tensor=2", marks=slow),
     pytest.param(
         {"data": 2, "fsdp": 2, "tensor": 2},

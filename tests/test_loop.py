@@ -18,7 +18,6 @@ from jppo.evaluation import distinct
 from jppo.loop import Model
 from jppo.metrics import read_jsonl
 from jppo.rewards import RewardError
-from jppo.sharding import make_mesh
 
 PROMPTS = ["red one", "green two three", "blue", "one two", "four five", "red red"]
 SMALL = {
@@ -33,28 +32,29 @@ SMALL = {
 }
 
 
-_compiled = {}
+COMPILED = {}
 
 
-@pytest.fixture(autouse=True)
-def compiled_once(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once():
     """Runs that differ only in length, folder or weights share their programs.
 
-    They run on one device, after the check that the whole mesh would have made.
+    Scores from Python: on the default mesh, all eight devices. Others: on one.
     """
     build = programs.build
 
     def cached(setup):
-        mesh = make_mesh(dataclasses.asdict(setup.config.mesh))
-        programs.check_batch(setup, mesh)
         assert setup.config.actor_optim.schedule == "constant"
         same = dataclasses.replace(setup.config, run=RunConfig())
         key = dataclasses.replace(setup, config=same)
-        if key not in _compiled:
-            _compiled[key] = build(setup, tiny.one_device())
-        return dataclasses.replace(_compiled[key], setup=setup)
+        if key not in COMPILED:
+            mesh = tiny.one_device() if setup.reward else None
+            COMPILED[key] = build(setup, mesh)
+        return dataclasses.replace(COMPILED[key], setup=setup)
 
-    monkeypatch.setattr(programs, "build", cached)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "build", cached)
+        yield
 
 
 def policy(**changes):
@@ -80,7 +80,6 @@ def train(folder, over=None, **inputs):
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """Four steps on the default mesh, all eight devices, with programs of their own."""
     gold = {"gold": lambda prompts, completions, **_: [0.25] * len(prompts)}
     return train(tmp_path_factory.mktemp("run"), {"run.steps": 4}, yardsticks=gold)
 

@@ -142,15 +142,15 @@ def show(name: str, rows: list[dict[str, float]]) -> dict[str, float]:
     """Prints median and range a phase; returns the medians."""
     medians = {k: statistics.median(r[k] for r in rows) for k in PHASES}
     cells = [
-        f"{medians[k]:6.2f} ({min(r[k] for r in rows):.2f}–{max(r[k] for r in rows):.2f})"
-        for k in PHASES
+        f"{medians[k]:6.2f} ({min(times):.2f}–{max(times):.2f})"
+        for k, times in ((k, [row[k] for row in rows]) for k in PHASES)
     ]
     print(f"{name:10s}" + "  ".join(f"{c:>22s}" for c in cells), flush=True)
     return medians
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=32, help="tokens")

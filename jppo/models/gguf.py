@@ -215,7 +215,7 @@ def _byte_bpe(tokens: list[str], merges: list[str], special: list[str]) -> Any:
     bpe = Tokenizer(
         models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ", 1)) for merge in merges],
+            merges=[(a, b) for a, _, b in (m.partition(" ") for m in merges)],
         )
     )
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

@@ -190,8 +190,7 @@ def init_head(key: Array, d_model: int) -> Params:
 
 def depth(params: Params) -> int:
     """Number of blocks that this tree holds."""
-    leaves = jax.tree.leaves(params.get("blocks", {}))
-    return leaves[0].shape[0] if leaves else 0
+    return len(params["blocks"]["mlp_norm"]["scale"]) if "blocks" in params else 0
 
 
 def split_params(params: Params, layers: int | None) -> tuple[Params, Params]:
@@ -245,7 +244,8 @@ def run_blocks(
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: Array) -> Array:
-    return RMSNorm(cfg.norm_eps).apply({"params": params["norm"]}, x)
+    """The last RMSNorm, which the heads read."""
+    return jnp.asarray(RMSNorm(cfg.norm_eps).apply({"params": params["norm"]}, x))
 
 
 def hidden_states(

@@ -63,7 +63,7 @@ def draw_path(ax, steps, x, y, *, line: bool = True) -> None:
         points = np.stack([x, y], axis=1)
         segments = np.stack([points[:-1], points[1:]], axis=1)
         ax.add_collection(
-            LineCollection(segments, array=steps[1:], cmap=cmap, norm=norm)
+            LineCollection(list(segments), array=steps[1:], cmap=cmap, norm=norm)
         )
     if len(x) <= FEW_POINTS or not line:
         size = 9 if line else 16

@@ -15,7 +15,7 @@ def smollm2_dir() -> Path:
     default = Path.home() / ".cache/jppo/SmolLM2-135M-Instruct"
     folder = Path(os.environ.get("JPPO_SMOLLM2", default))
     if not (folder / "config.json").is_file():
-        pytest.skip(f"needs SmolLM2 in {folder} (or JPPO_SMOLLM2)")
+        pytest.skip(f"needs SmolLM2 in {folder}; make quickstart puts it there")
     return folder
 
 

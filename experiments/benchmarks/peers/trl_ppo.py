@@ -180,8 +180,8 @@ def make_models() -> dict:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
-        num_labels=1,
         dtype="float32",
+        **{"num_labels": 1},
     )
     policy, reference = LlamaForCausalLM(config), LlamaForCausalLM(config)
     reference.load_state_dict(policy.state_dict())

@@ -1,0 +1,114 @@
+"""Reward models from comparisons: they learn the order, whole or on a frozen trunk."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from tokenizer_stub import make_tokenizer
+
+from jppo.config import OptimConfig, RewardTrainConfig
+from jppo.data import DataError, Pair
+from jppo.loop import Model
+from jppo.preference import pair_loss
+from jppo.reward_loop import (
+    Pairs,
+    Ratings,
+    pair_accuracy,
+    score_texts,
+    train_reward,
+    truncate,
+)
+
+WORDS = ("red", "green", "blue", "one", "two", "three")
+
+
+def base():
+    return Model(tiny.CFG, tiny.params(), make_tokenizer(tiny.CFG.vocab_size))
+
+
+def rated(n=48, seed=0):
+    """Sentences of five words, the better the more 'red' is in them."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.choice(WORDS, 5) for _ in range(n)]
+    return [" ".join(row) for row in rows], [
+        float((row == "red").sum()) for row in rows
+    ]
+
+
+def settings(**changes):
+    optim = OptimConfig(lr=1e-2, schedule="constant")
+    return RewardTrainConfig(batch_size=16, epochs=12, optim=optim, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"train_layers": 1}, {"layers": 1, "train_layers": 1}, {"reads": 2}],
+    ids=str,
+)
+def test_learns_the_order_of_texts_it_never_saw(changes):
+    texts, ratings = rated()
+    model, history = train_reward(
+        base(), Ratings(texts, ratings, 1.0), settings(**changes), quiet=True
+    )
+    unseen, truth = rated(seed=1)
+    better = np.subtract.outer(truth, truth) >= 1
+    scores = score_texts(model, [("", text) for text in unseen])
+    assert pair_accuracy(scores, better) > 0.85
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert model.config.n_layers == changes.get("layers", 2)
+    if changes.get("train_layers") and "layers" not in changes:
+        kept = jax.tree.map(lambda a: a[0], model.params["blocks"])
+        expected = jax.tree.map(lambda a: a[0], tiny.params()["blocks"])
+        jax.tree.map(np.testing.assert_array_equal, kept, expected)
+
+
+def test_a_turned_label_turns_the_order():
+    texts, ratings = rated()
+    data = Ratings(texts, [-r for r in ratings], 1.0)
+    model, _ = train_reward(base(), data, settings(), quiet=True)
+    scores = score_texts(model, [("", text) for text in texts])
+    assert pair_accuracy(scores, np.subtract.outer(ratings, ratings) >= 1) < 0.2
+
+
+def test_pairs_say_who_beats_whom():
+    data = Pairs([Pair("red", "one", "two"), Pair("red", "two", "three")])
+    assert data.texts == [("red", "one"), ("red", "two"), ("red", "three")]
+    expected = [[0, 1, 0], [0, 0, 1], [0, 0, 0]]
+    np.testing.assert_array_equal(data.better(np.arange(3)), expected)
+    seen = np.concatenate(list(data.batches(2, np.random.default_rng(0))))
+    assert set(seen) == {0, 1, 2}
+
+
+def test_pairs_with_prompts_are_learnt():
+    texts, ratings = rated(24)
+    pairs = [
+        Pair("blue", texts[i], texts[j])
+        for i in range(24)
+        for j in range(24)
+        if ratings[i] > ratings[j]
+    ]
+    model, history = train_reward(base(), Pairs(pairs[:64]), settings(), quiet=True)
+    assert np.mean([h["pair_accuracy"] for h in history[-4:]]) > 0.85
+    assert score_texts(model, [("blue", texts[0])]).shape == (1,)
+
+
+def test_pair_loss_by_hand():
+    better = np.array([[False, True], [False, False]])
+    loss, metrics = pair_loss(np.float32([1.0, 0.0]) + 0 * tiny.scores(2), better)
+    np.testing.assert_allclose(loss, np.log1p(np.exp(-1.0)), rtol=1e-6)
+    assert (metrics["pair_accuracy"], metrics["score_margin"]) == (1.0, 1.0)
+    _, metrics = pair_loss(0 * tiny.scores(2), better)
+    assert metrics["pair_accuracy"] == 0.5
+
+
+def test_wrong_inputs():
+    with pytest.raises(DataError, match="2 texts, 1 ratings"):
+        Ratings(["a", "b"], [1.0], 1.0)
+    with pytest.raises(DataError, match="list of preference pairs is empty"):
+        Pairs([])
+    with pytest.raises(DataError, match="text 0 has 5 tokens, expected 1 … 4"):
+        train_reward(
+            base(), Ratings(*rated(4), 1.0), settings(max_tokens=4), quiet=True
+        )
+    with pytest.raises(DataError, match="layers is 3, the model has 2"):
+        truncate(base(), 3)

@@ -272,6 +272,11 @@ def check(cfg: Config) -> None:
         "critic.init=reward needs critic.layout=separate: a shared critic is a head on"
         " the actor",
     )
+    _require(kl.horizon > 0, f"kl.horizon must be positive, got {kl.horizon}")
+    for name, optim in (("actor", cfg.actor_optim), ("critic", cfg.critic_optim)):
+        ok = 0 <= optim.lr < float("inf")
+        _require(ok, f"{name}_optim.lr must not be negative, got {optim.lr}")
+    _require(cfg.run.seed >= 0, f"run.seed must not be negative, got {cfg.run.seed}")
     _require(cfg.run.steps >= 1, f"run.steps must be at least 1, got {cfg.run.steps}")
 
 

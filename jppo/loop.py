@@ -150,6 +150,8 @@ def prepare(
         raise ConfigError(
             "the policy has no tokenizer: Model(config, params, tokenizer)"
         )
+    if "head" in model.params:
+        raise ConfigError("the policy has a scalar head: that is a reward model")
     if len(model.tokenizer) > model.config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {len(model.tokenizer)} ids, the policy"

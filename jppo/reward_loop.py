@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ PASS_TOKENS = 512  # tokens of one forward pass over many texts: kind to CPU cac
 SHOWN = {"loss": "loss", "pair_accuracy": "pair acc", "score_margin": "margin"}
 
 
+@runtime_checkable
 class Comparisons(Protocol):
     """Texts, as (prompt, completion), and which of them beat which."""
 

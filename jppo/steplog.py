@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jppo import rewards
+from jppo.config import ConfigError
 from jppo.rewards import RewardFn
 from jppo.types import Rollout
 
@@ -65,6 +66,8 @@ class StepLog:
         values = {k: float(v) for k, v in jax.device_get(metrics).items()}
         try:
             for name, fn in self.yardsticks.items():
+                if name in values or name in ("step", "seconds", "tokens_per_second"):
+                    raise ConfigError(f"yardstick {name!r} has the name of a metric")
                 values[name] = float(self._ask(fn, rolled, indices).mean())
         finally:  # a yardstick that fails does not cost the step's metrics
             self._write(step, values, indices, rolled)

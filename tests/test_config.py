@@ -208,6 +208,11 @@ RULES = [
     ({"ppo.logp_old": "sampler", "sampling.top_p": 0.9}, "full-vocabulary"),
     ({"ppo.logp_old": "sampler", "sampling.min_p": 0.1}, "full-vocabulary"),
     ({"critic.layout": "shared", "critic.init": "reward"}, "critic.init=reward"),
+    ({"kl.horizon": 0.0}, "kl.horizon must be positive"),
+    ({"actor_optim.lr": -1e-6}, "actor_optim.lr must not be negative"),
+    ({"critic_optim.lr": "nan"}, "critic_optim.lr"),
+    ({"critic_optim.lr": "inf"}, "critic_optim.lr"),
+    ({"run.seed": -1}, "run.seed must not be negative"),
     ({"run.steps": 0}, "run.steps must be at least 1"),
 ]
 

@@ -86,6 +86,7 @@ def test_what_the_function_does_to_its_lists_stays_there():
         ([1.0] * 4, "4 scores for 3 completions"),
         (np.ones((1, 3)), "1 scores for 3 completions"),
     ],
+    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
     ids=str,
 )
 def test_what_is_no_row_of_numbers_is_described(value, says):

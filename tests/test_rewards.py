@@ -87,7 +87,6 @@ def test_what_the_function_does_to_its_lists_stays_there():
         (np.ones((1, 3)), "1 scores for 3 completions"),
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
-    ids=str,
 )
 def test_what_is_no_row_of_numbers_is_described(value, says):
     with pytest.raises(RewardError, match=f"score returned {says}") as caught:

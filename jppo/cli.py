@@ -91,7 +91,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run_command(args: argparse.Namespace) -> None:
     if args.command == "quickstart":
-        from jppo.quickstart import FAST, FULL, quickstart
+        from jppo.movie_reviews import FAST, FULL
+        from jppo.quickstart import quickstart
 
         overrides = parse_overrides(args.overrides)
         quickstart(overrides, size=FAST if args.fast else FULL, seed=args.seed)

@@ -14,38 +14,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 
 from jppo import assets, console, programs, settings
 from jppo.config import Config, OptimConfig, RewardTrainConfig
-from jppo.data import PromptData, encode
+from jppo.data import PromptData
 from jppo.evaluation import Evaluation, evaluate
 from jppo.loop import Job, Model, Result, load_model, prepare, run
 from jppo.metrics import MetricWriter
 from jppo.models.hf import save_hf
+from jppo.movie_reviews import (
+    FULL,
+    GAP,
+    MAX_TOKENS,
+    Sentences,
+    Size,
+    better_than,
+    split,
+    tfidf_accuracy,
+    vader,
+)
 from jppo.report import write_report
 from jppo.reward_loop import Ratings, pair_accuracy, score_texts, train_reward
-
-GAP = 1.0  # ratings at least this far apart make a pair
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """How much of everything: the full run, or a smaller one that shows it works."""
-
-    sentences: int = 1000  # the reward model learns from
-    judged: int = 300  # held-out sentences, all pairs among which are judged
-    openings: int = 128  # held-out openings, continued before and after
-    steps: int = 22
-
-
-FULL, FAST = Size(), Size(sentences=256, judged=100, openings=32, steps=2)
 
 SETTINGS: dict[str, Any] = {
     "policy.train_layers": 6,
@@ -77,82 +72,13 @@ SETTINGS: dict[str, Any] = {
 REWARD = RewardTrainConfig(
     layers=16,
     train_layers=0,
-    max_tokens=24,
+    max_tokens=MAX_TOKENS,
     batch_size=64,
     epochs=6,
     reads=4,
     first_read=2,
     optim=OptimConfig(lr=1e-2, schedule="cosine", warmup=9, b2=0.98, weight_decay=0.05),
 )
-
-
-class Sentences(NamedTuple):
-    """Disjoint parts of the rated sentences."""
-
-    judged: list[tuple[str, float]]
-    training: list[tuple[str, float]]
-    held_out_openings: list[str]
-    openings: list[str]
-
-
-def opening(sentence: str) -> str:
-    """The first three words of a review sentence, which the policy continues."""
-    return " ".join(sentence.split()[:3])
-
-
-def split(rows: list[tuple[str, float]], tokenizer: Any, size: Size, seed: int):
-    """Held-out first, then what the reward model learns from, then openings."""
-    order = np.random.default_rng(seed).permutation(len(rows))
-    rows = [rows[i] for i in order]
-    lengths = [len(ids) for ids in encode(tokenizer, [text for text, _ in rows])]
-    short = [n <= REWARD.max_tokens for n in lengths]
-    start = 1000
-    training = [r for r, ok in zip(rows[start:], short[start:], strict=True) if ok]
-    chosen = training[: size.sentences]
-    used = {text for text, _ in chosen}
-    long = [text for text, _ in rows if len(text.split()) >= 10 and text not in used]
-    held = {text for text, _ in rows[:start]}
-    seen = {opening(t) for t in long if t not in held}
-    unseen = [opening(t) for t in long if t in held and opening(t) not in seen]
-    return Sentences(
-        judged=rows[: size.judged],
-        training=chosen,
-        held_out_openings=list(dict.fromkeys(unseen))[: size.openings],
-        openings=sorted(seen),
-    )
-
-
-def tfidf_accuracy(rows: list[tuple[str, float]], data: Sentences) -> float:
-    """The yardstick: tf-idf + ridge on *all* sentences that are not judged."""
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.linear_model import Ridge
-
-    judged = {text for text, _ in data.judged}
-    rest = [row for row in rows if row[0] not in judged]
-    words = TfidfVectorizer(sublinear_tf=True)
-    model = Ridge(alpha=1.0).fit(
-        words.fit_transform([t for t, _ in rest]), [r for _, r in rest]
-    )
-    scores = model.predict(words.transform([t for t, _ in data.judged]))
-    return pair_accuracy(scores, _better(data.judged))
-
-
-def _better(rows: Sequence[tuple[str, float]]) -> np.ndarray:
-    ratings = np.array([rating for _, rating in rows])
-    return ratings[:, None] - ratings[None, :] >= GAP
-
-
-def vader() -> Callable[..., list[float]]:
-    """Gold: VADER's compound score of opening and continuation, from −1 to 1."""
-    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-
-    judge = SentimentIntensityAnalyzer()
-
-    def gold(prompts, completions, **_):
-        whole = map("".join, zip(prompts, completions, strict=True))
-        return [judge.polarity_scores(text)["compound"] for text in whole]
-
-    return gold
 
 
 def train_reward_model(
@@ -167,7 +93,7 @@ def train_reward_model(
     )
     seconds = time.monotonic() - clock
     scores = score_texts(model, [("", text) for text, _ in data.judged])
-    better = _better(data.judged)
+    better = better_than(data.judged)
     return model, {
         "pair_accuracy": pair_accuracy(scores, better),
         "tfidf_pair_accuracy": tfidf_accuracy(rows, data),
@@ -202,62 +128,72 @@ def arithmetic(job: Job, data: Sentences) -> str:
     )
 
 
+def held_out_prompts(job: Job, texts: list[str], tokenizer: Any) -> PromptData:
+    """Openings to evaluate on, in slots as wide as those that are trained on."""
+    cfg, width = job.setup.config, job.setup.prompt_tokens
+    return PromptData(
+        texts,
+        tokenizer,
+        dataclasses.replace(cfg.data, max_prompt_tokens=width, shuffle=False),
+        pad_id=job.setup.pad_id,
+        room=width,
+        seed=cfg.run.seed,
+    )
+
+
+def fetch() -> tuple[Model, list[tuple[str, float]]]:
+    """SmolLM2 and the rated sentences, both at once where they are downloaded."""
+    with ThreadPoolExecutor() as pool:
+        ratings = pool.submit(assets.movie_ratings)
+        return load_model(assets.smollm2()), ratings.result()
+
+
 def quickstart(
     overrides: dict[str, Any] | None = None, *, size: Size = FULL, seed: int = 0
 ) -> Path:
     """Runs the main job; returns the path of report.html."""
     clocks = {"start": time.monotonic()}
-    base_cfg = settings.from_dict(
+    tick = lambda name: clocks.__setitem__(name, time.monotonic())  # noqa: E731
+    cfg = settings.from_dict(
         SETTINGS | {"run.steps": size.steps, "run.seed": seed} | (overrides or {})
     )
-    say = (lambda _: None) if base_cfg.run.quiet else print
-    set_aside(Path(base_cfg.run.folder))
+    say = (lambda _: None) if cfg.run.quiet else print
+    set_aside(Path(cfg.run.folder))
     say("Fetching SmolLM2-135M-Instruct and the movie ratings (once) …")
-    with ThreadPoolExecutor() as pool:
-        ratings = pool.submit(assets.movie_ratings)
-        base = load_model(assets.smollm2())
-        rows = ratings.result()
-    clocks["model and data"] = time.monotonic()
+    base, rows = fetch()
+    tick("model and data")
     data = split(rows, base.tokenizer, size, seed)
-    reward, card = train_reward_model(base, rows, data, seed, base_cfg.run.quiet)
-    clocks["reward model"] = time.monotonic()
+    reward, card = train_reward_model(base, rows, data, seed, cfg.run.quiet)
+    tick("reward model")
     say(
         f"reward model: {card['pair_accuracy']:.3f} of {card['pairs']} held-out pairs"
         f" right (tf-idf + ridge on all {card['tfidf_sentences']} sentences:"
         f" {card['tfidf_pair_accuracy']:.3f})\n"
     )
-    job = prepare(base_cfg, policy=base, prompts=data.openings, reward_model=reward)
+    job = prepare(cfg, policy=base, prompts=data.openings, reward_model=reward)
     say(arithmetic(job, data))
     progs = programs.build(job.setup)
     state, frozen = progs.place(job.state, job.frozen)
-    held_out = PromptData(
-        data.held_out_openings,
-        base.tokenizer,
-        dataclasses.replace(
-            base_cfg.data, max_prompt_tokens=job.setup.prompt_tokens, shuffle=False
-        ),
-        pad_id=job.setup.pad_id,
-        room=job.setup.prompt_tokens,
+    gold = {"gold": vader()}
+    judge = partial(
+        evaluate,
+        progs,
+        frozen=frozen,
+        prompts=held_out_prompts(job, data.held_out_openings, base.tokenizer),
+        tokenizer=base.tokenizer,
+        yardsticks=gold,
         seed=seed,
     )
-    gold = {"gold": vader()}
-
-    def judge(state) -> Evaluation:
-        return evaluate(
-            progs, state, frozen, held_out, base.tokenizer, yardsticks=gold, seed=seed
-        )
-
     say("\nContinuing the held-out openings before training (compiles first) …")
     before = judge(state)
-    clocks["before"] = time.monotonic()
+    tick("before")
     result = run(job._replace(state=state, frozen=frozen), progs, yardsticks=gold)
-    clocks["PPO"] = time.monotonic()
+    tick("PPO")
     say("Continuing them after training …")
     after = judge(result.state)
-    clocks["after"] = time.monotonic()
+    tick("after")
     save_model(result, reward)
-    seconds = _durations(clocks)
-    report = finish(result.folder, base_cfg, before, after, card, seconds)
+    report = finish(result.folder, cfg, before, after, card, _durations(clocks))
     say(f"\nreport: {report}")
     return report
 

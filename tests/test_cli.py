@@ -6,7 +6,7 @@ import pytest
 import tiny
 from tokenizer_stub import make_tokenizer
 
-from jppo import assets, cli, quickstart, settings
+from jppo import assets, cli, movie_reviews, quickstart, settings
 from jppo.models.hf import save_hf
 
 
@@ -101,9 +101,9 @@ def test_parts_of_the_quick_start_do_not_overlap():
         for i in range(1400)
     ]
     tokenizer = make_tokenizer(tiny.CFG.vocab_size)
-    data = quickstart.split(rows, tokenizer, quickstart.FAST, seed=0)
+    data = movie_reviews.split(rows, tokenizer, movie_reviews.FAST, seed=0)
     judged, training = ({text for text, _ in part} for part in (data[0], data[1]))
-    assert len(judged) == quickstart.FAST.judged
+    assert len(judged) == movie_reviews.FAST.judged
     assert training and not judged & training
     assert not set(data.openings) & set(data.held_out_openings)
 

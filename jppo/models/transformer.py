@@ -217,7 +217,9 @@ def merge_params(trunk: Params, rest: Params) -> Params:
     if not trunk:
         return rest
     parts = [tree["blocks"] for tree in (trunk, rest) if "blocks" in tree]
-    blocks = jax.tree.map(lambda *a: jnp.concatenate(a) if len(a) > 1 else a[0], *parts)
+    if len(parts) == 1:
+        return {**rest, **trunk}
+    blocks = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), *parts)
     return {**rest, "embed": trunk["embed"], "blocks": blocks}
 
 

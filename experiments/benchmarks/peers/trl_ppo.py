@@ -181,7 +181,7 @@ def make_models() -> dict:
         eos_token_id=None,
         pad_token_id=None,
         dtype="float32",
-        **{"num_labels": 1},
+        num_labels=1,  # pyright: ignore[reportCallIssue]
     )
     policy, reference = LlamaForCausalLM(config), LlamaForCausalLM(config)
     reference.load_state_dict(policy.state_dict())

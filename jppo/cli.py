@@ -65,11 +65,13 @@ def make_parser() -> argparse.ArgumentParser:
         "quickstart",
         help="the main job: RLHF on SmolLM2 and human movie ratings, on a CPU",
         description="Trains a reward model from human ratings, then SmolLM2 against it"
-        " with PPO; writes a report. About five minutes on two cores.",
+        " with PPO; writes a report. Minutes on two cores, no accelerator.",
         epilog="settings, as key=value:" + settings_table(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    quick.add_argument("--fast", action="store_true", help="a minute, to see it run")
+    quick.add_argument(
+        "--fast", action="store_true", help="two iterations, to see it run"
+    )
     quick.add_argument("--seed", type=int, default=0, help="of data, weights, samples")
     train = commands.add_parser(
         "train",

@@ -23,6 +23,7 @@ from jppo.console import Progress
 from jppo.data import PromptData, pad_token_id, read_rows, stop_token_ids
 from jppo.metrics import MetricWriter, read_jsonl
 from jppo.models import transformer
+from jppo.models.gguf import gguf_tokenizer, load_gguf
 from jppo.models.hf import load_hf
 from jppo.models.tokenizer import load_tokenizer
 from jppo.rewards import RewardFn
@@ -60,9 +61,11 @@ class Job(NamedTuple):
 
 
 def load_model(source: str | Path | Model, dtype: str = "float32") -> Model:
-    """A model from a Hugging Face directory; one in memory is passed through."""
+    """A model from a Hugging Face directory or a GGUF file, or itself if in memory."""
     if isinstance(source, Model):
         return source
+    if str(source).endswith(".gguf"):
+        return Model(*load_gguf(source, dtype=dtype), gguf_tokenizer(source))
     if not str(source):
         raise ConfigError("policy.path is not set: give a Hugging Face directory")
     cfg, params = load_hf(source, dtype=dtype, host=True)

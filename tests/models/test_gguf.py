@@ -9,6 +9,7 @@ import pytest
 from hf_dirs import CFG, random_params
 from safetensors.numpy import load_file
 
+from jppo.loop import load_model
 from jppo.models.gguf import NAMES, convert_gguf, gguf_tokenizer, load_gguf
 from jppo.models.hf import load_hf
 from jppo.models.tokenizer import load_tokenizer
@@ -76,6 +77,14 @@ def test_weights_and_config(tiny):
     cfg, params = load_gguf(tiny)
     assert cfg == CFG
     jax.tree.map(np.testing.assert_array_equal, params, random_params(CFG))
+
+
+def test_is_a_model_for_training(tiny):
+    model = load_model(str(tiny))
+    cfg, params = load_gguf(tiny)
+    assert model.config == cfg
+    jax.tree.map(np.testing.assert_array_equal, model.params, params)
+    assert len(model.tokenizer) <= cfg.vocab_size
 
 
 def test_converted_once_and_completely(tiny, tmp_path):

@@ -164,7 +164,7 @@ def generate(
     params = constrain_tree(params, DECODE_RULES)
     layers, head = unstack(params), transformer.lm_kernel(params)
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, prompts.row)
-    stops = jnp.asarray(stop_ids, jnp.int32)
+    stops = jnp.asarray(stop_ids or (-1,), jnp.int32)  # −1 is no token
     offset = prompts.mask.sum(-1, dtype=jnp.int32)
 
     def step(carry):

@@ -248,6 +248,13 @@ def test_first_slot_does_not_depend_on_the_number_of_slots(one_slot, drawn, para
     np.testing.assert_array_equal(out.tokens[:, P], drawn.tokens[:, P])
 
 
+def test_no_stop_tokens_at_all(params):
+    """Allowed: every row then fills its slots. (Traced only.)"""
+    args = params, tiny.prompts(B), jax.random.key(0)
+    out = jax.eval_shape(sampler(stop_ids=()), *args)
+    assert out.stop_index.shape == (B,) and out.mask.shape == (B, T)
+
+
 def test_rows_that_never_start(generate, drawn, params):
     """Weight 0, or no prompt token: length 0, and no trace in the other rows."""
     prompts = tiny.prompts(B)

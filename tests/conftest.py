@@ -52,10 +52,10 @@ def make_world(optimized):
 
     def make(setup):
         world = tiny.World(setup)
+        programs, trees = world.programs, world.trees()
+        world.rolled = programs.generate(*trees, world.prompts())
         with pytest.MonkeyPatch.context() as patch, optimized():
             patch.setattr(ppo, "finish", finish)
-            programs, trees = world.programs, world.trees()
-            world.rolled = programs.generate(*trees, world.prompts())
             world.scored = programs.score(*trees, world.rolled, world.scores())
             programs.update(*trees, *world.scored)
         return world

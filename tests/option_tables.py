@@ -1,7 +1,6 @@
 """A value for every option of the algorithm at which some number must differ."""
 
 SAMPLING = {
-    "sampling.max_new_tokens": 3,
     "sampling.temperature": 0.3,
     "sampling.top_k": 2,
     "sampling.top_p": 0.4,
@@ -62,6 +61,7 @@ ELSEWHERE = {
     "kl.target": "likewise",
     "kl.horizon": "likewise",
     "sampling.stop": "test_data",
+    "sampling.max_new_tokens": "test_decode",
     "reward.model": "test_loop",
     "reward.function": "test_rewards",
     "reward.timeout": "test_rewards",

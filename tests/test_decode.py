@@ -21,15 +21,8 @@ HOT = 0.7
 def sampler(*, stop_ids=tiny.STOPS, t=T, temperature=HOT, **settings):
     """decode.generate of the tiny model as (params, prompts, key) → rollout."""
     settings = SamplingConfig(max_new_tokens=t, temperature=temperature, **settings)
-    return jax.jit(
-        partial(
-            decode.generate,
-            tiny.CFG,
-            settings=settings,
-            stop_ids=stop_ids,
-            pad_id=tiny.PAD,
-        )
-    )
+    static = dict(settings=settings, stop_ids=stop_ids, pad_id=tiny.PAD)
+    return jax.jit(partial(decode.generate, tiny.CFG, **static))
 
 
 @pytest.fixture(scope="module")

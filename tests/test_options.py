@@ -22,7 +22,6 @@ from option_tables import (
 )
 
 from jppo import decode, ppo, rollout, settings
-from jppo.models import transformer
 from jppo.state import init_state, make_optimizers
 from jppo.types import Experience, Frozen, Rollout
 
@@ -176,6 +175,21 @@ def test_beta_weighs_the_kl_in_the_loss_only(tables):
     assert tiny.distance(off, gradients({})[0]) == 0.0
 
 
+def test_bonus_and_leash_pull_the_right_way(tables):
+    """−c₂ ∂S/∂lp, with S = 2 − lp here, and β (lp − lpr): both a mean over tokens."""
+    exp, n = experience(), MASK.sum()
+    (base, _), _ = gradients({})
+
+    def added(change):
+        (actor, _), _ = gradients(change, 0.2)
+        return actor["table"] - base["table"]
+
+    bonus = np.where(MASK, 0.3 / n, 0.0)
+    leash = np.where(MASK, 0.2 * (exp.logp_old + 0.3 - exp.logp_ref) / n, 0.0)
+    np.testing.assert_allclose(added({"ppo.entropy_coef": 0.3}), bonus, atol=1e-7)
+    np.testing.assert_allclose(added({"kl.where": "loss"}), leash, atol=1e-7)
+
+
 def three_steps(change):
     """Both roles' weights after three optimizer steps of one made-up gradient."""
     setup = tiny.make_setup({"run.steps": 2} | change)
@@ -223,44 +237,23 @@ def test_controllers_of_beta(change, expected):
 # --- sampling
 
 
-def test_sampling_options_change_the_samples(monkeypatch):
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_options_change_the_draw(name):
     """Tokens differ, and log-probs are of the temperature, not of the cut."""
-    embed = lambda cfg, p, layers, tokens, pos, mask, caches, at: (  # noqa: E731
-        transformer.embed(cfg, p, tokens)[:, -1],
-        caches,
-    )
-    monkeypatch.setattr(decode, "forward_cached", embed)
-    params = tiny.params()
-    params["lm_head"]["kernel"] *= 3.0
+    rows = 64
+    hidden = jax.random.normal(jax.random.key(0), (rows, tiny.CFG.d_model))
+    keys = jax.random.split(jax.random.key(1), rows)
+    head = tiny.params()["lm_head"]["kernel"], False
 
     def draw(change):
-        setup = tiny.make_setup(change)
-        run = jax.jit(
-            lambda params, prompts, key: decode.generate(
-                setup.actor,
-                params,
-                prompts,
-                key,
-                settings=setup.config.sampling,
-                stop_ids=(0,),
-                pad_id=0,
-            )
-        )
-        return run(params, tiny.prompts(), jax.random.key(1))
+        sampling = tiny.make_setup(change).config.sampling
+        return decode.draw(hidden, head, keys, 0, sampling)
 
-    base = draw({})
-    for name in SAMPLING:
-        out = draw(change_of(SAMPLING, name))
-        if name == "sampling.max_new_tokens":
-            assert out.tokens.shape == (B, P + 3)
-            continue
-        assert not np.array_equal(out.tokens, base.tokens), name
-        # The first slot has the same distribution: where the token is the same too,
-        # the log-prob tells which temperature it is of, and that no cut entered it.
-        same = np.asarray(out.tokens[:, P] == base.tokens[:, P])
-        assert same.any()
-        gap = np.abs(out.logp[:, 0] - base.logp[:, 0])[same]
-        assert (gap.max() > 1e-3) == (name == "sampling.temperature"), name
+    (tokens, logp), (base, base_logp) = draw(change_of(SAMPLING, name)), draw({})
+    same = np.asarray(tokens == base)
+    assert same.any() and not same.all()
+    moved = np.abs(logp - base_logp)[same].max() > 1e-3
+    assert moved == (name == "sampling.temperature")
 
 
 def test_setups_are_jit_keys():

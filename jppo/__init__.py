@@ -55,7 +55,8 @@ from jppo.sharding import make_mesh
 if TYPE_CHECKING:
     from jppo import programs
     from jppo.decode import generate
-    from jppo.loop import Model, Result, load_model, train
+    from jppo.job import Model, load_model
+    from jppo.loop import Result, train
     from jppo.models.gguf import convert_gguf, load_gguf
     from jppo.models.hf import load_hf, save_hf
     from jppo.models.tokenizer import load_tokenizer
@@ -64,9 +65,9 @@ if TYPE_CHECKING:
     from jppo.reward_loop import Pairs, Ratings, score_texts, train_reward
 
 _LAZY = {
-    "Model": "loop",
+    "Model": "job",
     "Result": "loop",
-    "load_model": "loop",
+    "load_model": "job",
     "train": "loop",
     "Pairs": "reward_loop",
     "Ratings": "reward_loop",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,6 +109,7 @@ def run_command(args: argparse.Namespace) -> None:
         return
     from jppo.loop import train
 
+    sys.path.insert(0, os.getcwd())  # reward functions are found as by `python -m`
     pairs = list(args.overrides)
     if args.config and "=" in args.config:  # no file, only settings
         pairs, args.config = [args.config, *pairs], None

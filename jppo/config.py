@@ -113,7 +113,7 @@ class PPOConfig:
     eps_high: float | None = opt(None, "upper clip range, where it differs (DAPO)")
     dual_clip: float | None = opt(None, "bound c of the loss where A < 0 (dual clip)")
     value_eps: float | None = opt(0.2, "clip range of the values; null = no clipping")
-    value_coef: float = opt(0.5, "c₁, weight of the value loss (shared layout only)")
+    value_coef: float = opt(0.5, "c₁, weight of the value loss")
     entropy_coef: float = opt(0.0, "c₂, weight of the entropy bonus")
     gamma: float = opt(1.0, "discount γ")
     lam: float = opt(0.95, "λ of generalised advantage estimation")
@@ -266,6 +266,10 @@ def check(cfg: Config) -> None:
         ppo.logp_old == "recompute" or (s.top_k == 0 and s.top_p >= 1 and s.min_p <= 0),
         "ppo.logp_old=sampler needs full-vocabulary sampling: unset sampling.top_k,"
         " top_p and min_p, or use ppo.logp_old=recompute",
+    )
+    _require(
+        ppo.tis_cap is None or ppo.logp_old == "recompute",
+        "ppo.tis_cap needs ppo.logp_old=recompute; with sampler it would correct twice",
     )
     _require(
         not (cfg.critic.layout == "shared" and cfg.critic.init == "reward"),

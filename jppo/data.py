@@ -55,36 +55,30 @@ def read_rows(path: str | Path, columns: Sequence[str]) -> list[dict[str, Any]]:
 
 
 class Pair(NamedTuple):
-    """A preference: `chosen` was liked better than `rejected` by `margin`."""
+    """A preference: `chosen` was liked better than `rejected`."""
 
     prompt: str
     chosen: str
     rejected: str
-    margin: float = 0.0
 
 
 def read_pairs(path: str | Path) -> list[Pair]:
     """Preference pairs from JSONL: `prompt` (may be empty), `chosen`, `rejected`."""
     rows = read_rows(path, ("prompt", "chosen", "rejected"))
-    for i, row in enumerate(rows):
-        margin = row.get("margin", 0.0)
-        if not isinstance(margin, int | float):
-            raise DataError(
-                f"{path}: pair {i}: margin must be a number, got {margin!r}"
-            )
-    return [
-        Pair(r["prompt"], r["chosen"], r["rejected"], float(r.get("margin", 0.0)))
-        for r in rows
-    ]
+    return [Pair(r["prompt"], r["chosen"], r["rejected"]) for r in rows]
 
 
-def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+def encode(
+    tokenizer: Any, texts: Sequence[str], *, special: bool = True
+) -> list[list[int]]:
     """Token ids a text, exactly as the tokenizer's own post-processing has them.
 
     Except that a text which brings its own BOS, as chat templates write it, gets no
-    second one.
+    second one. special=False adds none at all: the text goes on from another.
     """
-    rows = tokenizer(list(texts), return_attention_mask=False)["input_ids"]
+    rows = tokenizer(
+        list(texts), return_attention_mask=False, add_special_tokens=special
+    )["input_ids"]
     twice = [tokenizer.bos_token_id] * 2
     return [row[1:] if None not in twice and row[:2] == twice else row for row in rows]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,6 +77,7 @@ def evaluate(
     """
     state = dataclasses.replace(state, key=jax.random.key(seed))
     size = progs.setup.config.ppo.batch_size
+    ask = partial(rewards.call, timeout=progs.setup.config.reward.timeout)
     texts: list[str] = []
     parts: dict[str, list[np.ndarray]] = {"reward": [], "kl": [], "length": []}
     for indices, batch in prompts.batches(size):
@@ -86,7 +88,7 @@ def evaluate(
         scores = ()
         if reward_fn is not None:
             values = np.zeros(size, np.float32)
-            values[: len(indices)] = rewards.call(reward_fn, *asked)
+            values[: len(indices)] = ask(reward_fn, *asked)
             scores = (progs.put(values),)
         experience, _ = progs.score(state, frozen, rolled, *scores)
         keep = (experience.mask, experience.logp_old, experience.logp_ref)
@@ -98,7 +100,7 @@ def evaluate(
             "length": mask.sum(-1).astype(np.float32),
         }
         for name, fn in (yardsticks or {}).items():
-            columns[name] = rewards.call(fn, *asked)
+            columns[name] = ask(fn, *asked)
         for name, column in columns.items():
             parts.setdefault(name, []).append(column[: len(indices)])
     columns = {name: np.concatenate(values) for name, values in parts.items()}

@@ -21,7 +21,7 @@ from jppo.config import Setup
 from jppo.kl import KLState, adaptive_kl, fixed_kl, paper_kl
 from jppo.losses import clip_loss, entropy_bonus, kl_loss, value_loss
 from jppo.masked import aggregate
-from jppo.rollout import Metrics, critic_values, policy_outputs, score
+from jppo.rollout import Metrics, critic_values, into_groups, policy_outputs, score
 from jppo.state import Optimizers
 from jppo.types import Experience, Frozen, Params, Rollout, TrainState
 
@@ -111,9 +111,7 @@ def minibatch_gradients(
     if cfg.micro_batches == 1:
         grads, sums = one(batch)
     else:
-        n = cfg.micro_batches
-        cut = lambda a: a.reshape(-1, n, *a.shape[1:]).swapaxes(0, 1)  # noqa: E731
-        parts = jax.tree.map(cut, batch)
+        parts = into_groups(batch, cfg.micro_batches)
 
         def add(total, part):
             grads, sums = one(part)

@@ -1,6 +1,6 @@
 """Reward models from preferences: Bradley–Terry over all ordered pairs of a batch.
 
-    loss = −mean log σ(r_chosen − r_rejected − margin)
+    loss = −mean log σ(r_chosen − r_rejected)
 
 Each text is scored once and takes part in every pair of its batch (the trick of
 InstructGPT, arXiv 2203.02155 §3.4). The score is the scalar head at the last token.

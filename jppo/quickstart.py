@@ -25,7 +25,8 @@ from jppo import assets, console, programs, settings
 from jppo.config import Config, OptimConfig, RewardTrainConfig
 from jppo.data import PromptData
 from jppo.evaluation import Evaluation, evaluate
-from jppo.loop import Job, Model, Result, load_model, prepare, run
+from jppo.job import Job, Model, load_model, prepare
+from jppo.loop import Result, run
 from jppo.metrics import MetricWriter
 from jppo.models.hf import save_hf
 from jppo.movie_reviews import (
@@ -105,7 +106,7 @@ def train_reward_model(
     }
 
 
-def arithmetic(job: Job, data: Sentences) -> str:
+def arithmetic(job: Job, held_out: PromptData) -> str:
     """What the run will do, in numbers, before it does it."""
     c, n = job.setup.config, jax.tree.leaves
     millions = [
@@ -123,8 +124,7 @@ def arithmetic(job: Job, data: Sentences) -> str:
         f"actor: {millions[0]:.1f} M weights learn on a frozen trunk of"
         f" {millions[1]:.1f} M, shared with the reference; critic and reward model"
         f" share one of {millions[2]:.1f} M\n"
-        f"{len(data.openings)} openings to train on,"
-        f" {len(data.held_out_openings)} held out"
+        f"{len(job.prompts)} openings to train on, {len(held_out)} held out"
     )
 
 
@@ -171,7 +171,8 @@ def quickstart(
         f" {card['tfidf_pair_accuracy']:.3f})\n"
     )
     job = prepare(cfg, policy=base, prompts=data.openings, reward_model=reward)
-    say(arithmetic(job, data))
+    held_out = held_out_prompts(job, data.held_out_openings, base.tokenizer)
+    say(arithmetic(job, held_out))
     progs = programs.build(job.setup)
     state, frozen = progs.place(job.state, job.frozen)
     gold = {"gold": vader()}
@@ -179,7 +180,7 @@ def quickstart(
         evaluate,
         progs,
         frozen=frozen,
-        prompts=held_out_prompts(job, data.held_out_openings, base.tokenizer),
+        prompts=held_out,
         tokenizer=base.tokenizer,
         yardsticks=gold,
         seed=seed,

@@ -19,7 +19,7 @@ import numpy as np
 from jppo.config import ModelConfig, RewardTrainConfig
 from jppo.console import Progress
 from jppo.data import DataError, Pair, encode, pad
-from jppo.loop import Model, frozen_layers
+from jppo.job import Model, frozen_layers
 from jppo.models import transformer
 from jppo.preference import reward_step
 from jppo.rollout import run_trunk, sequence_scores
@@ -100,7 +100,7 @@ def encode_texts(
 ) -> Encoded:
     """prompt ids + completion ids, as a policy would have produced them."""
     prompts = encode(tokenizer, [p for p, _ in texts])
-    answers = encode(tokenizer, [c for _, c in texts])
+    answers = encode(tokenizer, [c for _, c in texts], special=False)
     ids = [list(p) + list(c) for p, c in zip(prompts, answers, strict=True)]
     for i, row in enumerate(ids):
         if not 0 < len(row) <= max_tokens:

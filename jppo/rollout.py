@@ -104,6 +104,16 @@ def sequence_scores(
     return position_scores(cfg, params, x, valid, last[:, None])[:, 0]
 
 
+def into_groups(tree: Any, parts: int) -> Any:
+    """Leaves `[b, …]` as `[parts, b / parts, …]`.
+
+    Row i goes to group i mod parts: on a mesh each group then spans all devices.
+    """
+    return jax.tree.map(
+        lambda a: a.reshape(-1, parts, *a.shape[1:]).swapaxes(0, 1), tree
+    )
+
+
 def in_parts(fn: Callable[..., Any], parts: int, *batched: Any) -> Any:
     """Applies a batched function to `parts` equal groups of rows, one after another.
 
@@ -112,11 +122,8 @@ def in_parts(fn: Callable[..., Any], parts: int, *batched: Any) -> Any:
     """
     if parts == 1:
         return fn(*batched)
-    # Row i goes to group i mod parts: on a mesh each group then spans all devices.
-    cut = lambda a: a.reshape(-1, parts, *a.shape[1:]).swapaxes(0, 1)  # noqa: E731
-    join = lambda a: a.swapaxes(0, 1).reshape(-1, *a.shape[2:])  # noqa: E731
-    out = jax.lax.map(lambda args: fn(*args), jax.tree.map(cut, batched))
-    return jax.tree.map(join, out)
+    out = jax.lax.map(lambda args: fn(*args), into_groups(batched, parts))
+    return jax.tree.map(lambda a: a.swapaxes(0, 1).reshape(-1, *a.shape[2:]), out)
 
 
 def shape_scores(

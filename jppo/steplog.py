@@ -84,6 +84,12 @@ class StepLog:
         values["tokens_per_second"] = values["tokens"] / values["seconds"]
         self.writer.write(step, values)
         self.bar.step(step, values)
+        if values["kl"] < -1:
+            self.bar.note(
+                f"step {step}: mean sequence KL is {values['kl']:.2f}. A KL far below 0"
+                " means that the sampler does not draw from the policy that is scored"
+                " (top-k, top-p or a suppressed token), and it is being rewarded"
+            )
         every = self.job.setup.config.run.samples_every
         if every and (step == 1 or step % every == 0):
             texts = completions(self.job.policy.tokenizer, rolled)[:4]

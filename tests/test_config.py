@@ -52,7 +52,7 @@ CHANGED = {key: other(key) for key in KNOWN} | {
 }
 # Not both may be changed: these three contradict others.
 EVERY = CHANGED | {"sampling.top_k": 0, "sampling.min_p": 0.0, "sampling.top_p": 1.0}
-EVERY["critic.init"] = "policy"
+EVERY["critic.init"], EVERY["ppo.tis_cap"] = "policy", None
 
 
 def test_the_default_is_the_default():
@@ -208,6 +208,7 @@ RULES = [
     ({"ppo.logp_old": "sampler", "sampling.top_p": 0.9}, "full-vocabulary"),
     ({"ppo.logp_old": "sampler", "sampling.min_p": 0.1}, "full-vocabulary"),
     ({"critic.layout": "shared", "critic.init": "reward"}, "critic.init=reward"),
+    ({"ppo.logp_old": "sampler", "ppo.tis_cap": 2.0}, "would correct twice"),
     ({"kl.horizon": 0.0}, "kl.horizon must be positive"),
     ({"actor_optim.lr": -1e-6}, "actor_optim.lr must not be negative"),
     ({"critic_optim.lr": "nan"}, "critic_optim.lr"),

@@ -102,18 +102,11 @@ def test_a_file_without_rows_is_an_error(tmp_path):
 
 def test_pairs(tmp_path):
     row = {"prompt": "p", "chosen": "c", "rejected": "r"}
-    path = lines(tmp_path, row, row | {"margin": 2})
-    assert read_pairs(path) == [Pair("p", "c", "r"), Pair("p", "c", "r", 2.0)]
+    other = row | {"chosen": "d"}
+    path = lines(tmp_path, row, other)
+    assert read_pairs(path) == [Pair("p", "c", "r"), Pair("p", "d", "r")]
     with pytest.raises(DataError, match=":2: column 'rejected'"):
         read_pairs(lines(tmp_path, row, {"prompt": "p", "chosen": "c"}))
-
-
-def test_a_margin_that_is_no_number_names_its_row(tmp_path):
-    row = {"prompt": "p", "chosen": "c", "rejected": "r"}
-    for margin in ("big", None, [1]):
-        path = lines(tmp_path, row, row | {"margin": margin})
-        with pytest.raises(DataError, match="pair 1: margin must be a number"):
-            read_pairs(path)
 
 
 # Order

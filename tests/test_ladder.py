@@ -18,7 +18,7 @@ LADDER = [
     "rollout ppo preference",
     "programs",
     "data rewards checkpoint metrics console assets report report.*",
-    "loop steplog reward_loop evaluation movie_reviews",
+    "job loop steplog reward_loop evaluation movie_reviews",
     "cli quickstart __init__",
 ]
 # Within the vocabulary, and beside it: who may lean on a neighbour.

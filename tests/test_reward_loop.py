@@ -9,11 +9,12 @@ from tokenizer_stub import make_tokenizer
 
 from jppo.config import OptimConfig, RewardTrainConfig
 from jppo.data import DataError, Pair
-from jppo.loop import Model
+from jppo.job import Model
 from jppo.preference import pair_loss
 from jppo.reward_loop import (
     Pairs,
     Ratings,
+    encode_texts,
     pair_accuracy,
     score_texts,
     train_reward,
@@ -91,6 +92,15 @@ def test_pairs_with_prompts_are_learnt():
     model, history = train_reward(base(), Pairs(pairs[:64]), settings(), quiet=True)
     assert np.mean([h["pair_accuracy"] for h in history[-4:]]) > 0.85
     assert score_texts(model, [("blue", texts[0])]).shape == (1,)
+
+
+def test_a_completion_goes_on_without_a_second_bos():
+    tokenizer = make_tokenizer(16, add_bos=True)
+    ids, begins = encode_texts(tokenizer, [("red one", "two"), ("", "two")], 8)
+    bos = tokenizer.bos_token_id
+    assert [row.count(bos) for row in ids] == [1, 1]
+    assert (ids[0][0], begins) == (bos, [3, 1])
+    assert ids[0][3:] == ids[1][1:] == tokenizer.encode("two", add_special_tokens=False)
 
 
 def test_pair_loss_by_hand():

@@ -36,7 +36,9 @@ class ModelConfig:
     max_positions: int = opt(2048, "longest sequence the model was trained for")
     dtype: str = opt("float32", "compute dtype; params stay float32")
     remat: bool = opt(False, "recompute each block in the backward pass")
-    unroll: int = opt(1, "blocks unrolled per step of the scan over layers")
+    unroll: int | None = opt(
+        None, "blocks unrolled per step of the scan over layers; null = all of up to 4"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,9 @@ class PolicyConfig:
     )
     dtype: Literal["float32", "bfloat16"] = opt("float32", "compute dtype")
     remat: bool = opt(False, "recompute blocks in the backward pass, saves memory")
-    unroll: int = opt(1, "blocks unrolled per step of the scan over layers")
+    unroll: int | None = opt(
+        None, "blocks unrolled per step of the scan over layers; null = all of up to 4"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +279,11 @@ def check(cfg: Config) -> None:
         not (cfg.critic.layout == "shared" and cfg.critic.init == "reward"),
         "critic.init=reward needs critic.layout=separate: a shared critic is a head on"
         " the actor",
+    )
+    unroll = cfg.policy.unroll
+    _require(
+        unroll is None or unroll >= 1,
+        f"policy.unroll must be at least 1 or null, got {unroll}",
     )
     _require(kl.horizon > 0, f"kl.horizon must be positive, got {kl.horizon}")
     for name, optim in (("actor", cfg.actor_optim), ("critic", cfg.critic_optim)):

@@ -48,6 +48,7 @@ def other(key):
 CHANGED = {key: other(key) for key in KNOWN} | {
     "policy.train_layers": 1,
     "critic.train_layers": 1,
+    "policy.unroll": 1,
     "ppo.batch_size": 128,
 }
 # Not both may be changed: these three contradict others.
@@ -213,6 +214,7 @@ RULES = [
     ({"actor_optim.lr": -1e-6}, "actor_optim.lr must not be negative"),
     ({"critic_optim.lr": "nan"}, "critic_optim.lr"),
     ({"critic_optim.lr": "inf"}, "critic_optim.lr"),
+    ({"policy.unroll": 0}, "policy.unroll must be at least 1 or null, got 0"),
     ({"run.seed": -1}, "run.seed must not be negative"),
     ({"run.steps": 0}, "run.steps must be at least 1"),
 ]

@@ -23,6 +23,7 @@ from jppo.logprobs import head_logits
 from jppo.sharding import BATCH, constrain
 
 Params = dict[str, Any]
+SHALLOW = 4  # blocks; a stack of no more is unrolled whole unless told otherwise
 MASKED = -1e30  # finite, so that a row with nothing to attend to is not NaN
 
 
@@ -232,8 +233,13 @@ def embed(cfg: ModelConfig, params: Params, tokens: Int[Array, "b t"]) -> Array:
 def run_blocks(
     cfg: ModelConfig, blocks: Params, x: Array, mask: Bool[Array, "b t"]
 ) -> Float[Array, "b t d"]:
-    """Stacked blocks over hidden states, one after another by `lax.scan`."""
-    t = mask.shape[1]
+    """Stacked blocks over hidden states, one after another by `lax.scan`.
+
+    A scan stacks what each block keeps for the backward pass. A shallow stack runs
+    faster without, unrolled whole; in a deep one the time to compile would not pay.
+    """
+    t, n = mask.shape[1], depth({"blocks": blocks})
+    unroll = cfg.unroll or (n if n <= SHALLOW else 1)
     rope = rope_table(cfg, positions_of(mask))
     mask_bts = jnp.tril(jnp.ones((t, t), bool)) & mask[:, None, :]
 
@@ -242,7 +248,7 @@ def run_blocks(
 
     if cfg.remat:
         body = jax.checkpoint(body, prevent_cse=False)
-    return jax.lax.scan(body, x, blocks, unroll=cfg.unroll)[0]
+    return jax.lax.scan(body, x, blocks, unroll=unroll)[0]
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: Array) -> Array:

@@ -176,8 +176,20 @@ def test_remat_and_unroll_change_no_number(params):
         return jnp.square(tf.hidden_states(cfg, p, x, full(x))).sum()
 
     run = jax.jit(jax.value_and_grad(loss), static_argnums=1)
-    other = dataclasses.replace(CFG, remat=True, unroll=2)
-    tiny.close(run(params, other), run(params, CFG))
+    one_by_one = dataclasses.replace(CFG, remat=True, unroll=1)
+    tiny.close(run(params, one_by_one), run(params, CFG))
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "unroll", "loops"), [(4, None, 1), (5, None, 5), (4, 1, 4), (6, 3, 2)]
+)
+def test_a_shallow_stack_is_unrolled_and_a_deep_one_looped(n_layers, unroll, loops):
+    cfg = dataclasses.replace(CFG, n_layers=n_layers, unroll=unroll)
+    params, x = tiny.params(cfg), tokens()
+    jaxpr = jax.make_jaxpr(partial(tf.hidden_states, cfg))(params, x, full(x))
+    (scan,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    assert scan.params["length"] == n_layers
+    assert -(-n_layers // scan.params["unroll"]) == loops
 
 
 def test_bfloat16_is_for_compute_only(params):

@@ -60,6 +60,25 @@ class _Count(ProgressColumn):
         return Text(f"{task.completed:.0f}/{task.total:.0f}" if known else "")
 
 
+class _Pace:
+    """Time left, from the pace since the first count, which also compiled."""
+
+    def __init__(self, total: int | None):
+        self.total = total
+        self._first: tuple[int, float] | None = None  # count and time
+
+    def left(self, done: int) -> str:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (done, now)
+        count = done - self._first[0]
+        if self.total is None or count < 1 or done >= self.total:
+            return ""
+        seconds = round((now - self._first[1]) / count * (self.total - done))
+        hours, minutes = seconds // 3600, seconds // 60 % 60
+        return f"{hours}:{minutes:02d}:{seconds % 60:02d} left"
+
+
 class Progress:
     """Bars with the time left on a terminal; one plain line a step elsewhere.
 
@@ -81,7 +100,8 @@ class Progress:
         keys: Mapping[str, str] = KEY_METRICS,
     ):
         self.total, self.title, self.quiet, self.keys = total, title, quiet, keys
-        self._done, self._clock = done, None  # steps taken, (step, time) of the first
+        self._done, self._pace = done, _Pace(total)
+        self._phase_done, self._phase_pace = 0, _Pace(None)
         self._shown: list[tuple[str, str]] = []
         self._live: Live | None = None
 
@@ -116,20 +136,25 @@ class Progress:
 
     def phase(self, name: str, total: int | None = None) -> None:
         """Names what runs now; with `total`, `advance` fills its bar."""
+        self._phase_done, self._phase_pace = 0, _Pace(total)
         if self._live is not None:
             self._bars.remove_task(self._phase)
             self._phase = self._bars.add_task(f"  {name}", total=total, left="")
+        elif total is not None and not self.quiet:  # long, and no step to show for it
+            print(f"{self.title}  {name}, {total:,} to do".strip(), flush=True)
 
     def advance(self, n: int = 1) -> None:
         """Moves the bar of the current phase on by `n`."""
+        self._phase_done += n
+        left = self._phase_pace.left(self._phase_done)
         if self._live is not None:
-            self._bars.advance(self._phase, n)
+            self._bars.update(self._phase, completed=self._phase_done, left=left)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Marks `step` steps as done and shows their key metrics."""
         self._done = step
         values = scalars(metrics)
-        left = self._left()
+        left = self._pace.left(step)
         if self._live is not None:
             self._shown = _key_items(values, self.keys)
             self._bars.update(self._overall, completed=step, left=left)
@@ -146,18 +171,6 @@ class Progress:
             self._live.console.print(_printable(text, self._live.console))
         elif not self.quiet:
             print(_printable(text, _console()).plain, flush=True)
-
-    def _left(self) -> str:
-        """Time left, from the pace since the first step, which also compiled."""
-        now = time.monotonic()
-        if self._clock is None:
-            self._clock = (self._done, now)
-        steps = self._done - self._clock[0]
-        if steps < 1 or self._done >= self.total:
-            return ""
-        seconds = round((now - self._clock[1]) / steps * (self.total - self._done))
-        hours, minutes = seconds // 3600, seconds // 60 % 60
-        return f"{hours}:{minutes:02d}:{seconds % 60:02d} left"
 
     def _render(self) -> Group:
         items = [Text.assemble((f"{k} ", "dim"), v) for k, v in self._shown]

@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,13 +23,14 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    def show(term, **kwargs):  # inside the test, where pytest has set its own stdout
+    # Called inside the test, where pytest has set its own stdout.
+    def show(term, what=run, **kwargs):
         screen = Terminal()
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", screen)
             patch.setenv("TERM", term)
             patch.setenv("COLUMNS", "60")
-            run(**kwargs)
+            what(**kwargs)
         return screen.getvalue()
 
     return show
@@ -62,7 +64,9 @@ def test_a_pipe_gets_one_plain_line_a_step(capsys, monkeypatch, env):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     run()
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "PPO  update, 4 to do"  # a long phase is announced
+    lines = [line for line in printed if line != printed[0]]
     assert lines[0] == "PPO 1/3  score 0.500  kl 1.25  entropy 2.00"
     assert lines[1].startswith(lines[0].replace("1/3", "2/3"))
     assert lines[1].endswith(" left") and not lines[2].endswith(" left")
@@ -87,6 +91,22 @@ def test_time_left_leaves_out_the_step_that_compiles(capsys, monkeypatch):
         "1:21:50 left",  # 491 steps of 10 s
         "1:21:40 left",
     ]
+
+
+def test_a_long_phase_shows_its_time_left(terminal, monkeypatch):
+    clock = iter([100.0, 110.0])
+    own = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr("jppo.console.time", own)
+
+    def features():
+        with Progress(2, title="reward model") as bar:
+            bar.phase("features", total=100)
+            bar.advance(10)
+            bar.advance(40)
+            bar._live.refresh()
+
+    screen = terminal("xterm-256color", what=features)
+    assert "50/100" in screen and "0:00:12 left" in screen
 
 
 def test_metrics_that_are_not_key_ones_are_shown_when_alone(capsys):

@@ -9,6 +9,7 @@ fingerprint says whether those are still the same.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import zlib
 from pathlib import Path
@@ -37,7 +38,8 @@ def identity(setup: Setup, frozen: Frozen) -> dict[str, Any]:
 
     def shape_of(cfg: ModelConfig) -> dict[str, Any]:
         skip = ("dtype", "remat", "unroll", "max_positions")
-        return {k: v for k, v in dataclasses.asdict(cfg).items() if k not in skip}
+        tree = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in skip}
+        return json.loads(json.dumps(tree))  # as it will be read back
 
     def print_of(*trees: Any) -> str:
         crc = 0

@@ -7,38 +7,13 @@ fields are in `check`. Text becomes a Config in `settings.from_dict`.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
+
+from jppo.model_config import ModelConfig, opt
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
-
-
-def opt(default: Any, doc: str) -> Any:
-    """A config field with its default and the one line that `--help` shows."""
-    return dataclasses.field(default=default, metadata={"doc": doc})
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Shape and policy of one decoder of the Llama family."""
-
-    vocab_size: int
-    d_model: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    d_mlp: int
-    rope_theta: float = opt(10000.0, "base of the rotary frequencies")
-    norm_eps: float = opt(1e-5, "added to the mean square inside RMSNorm")
-    tie_embeddings: bool = opt(True, "the LM head is the transposed embedding")
-    max_positions: int = opt(2048, "longest sequence the model was trained for")
-    dtype: str = opt("float32", "compute dtype; params stay float32")
-    remat: bool = opt(False, "recompute each block in the backward pass")
-    unroll: int | None = opt(
-        None, "blocks unrolled per step of the scan over layers; null = all of up to 4"
-    )
 
 
 @dataclasses.dataclass(frozen=True)

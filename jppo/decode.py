@@ -17,7 +17,7 @@ from jppo import sampling
 from jppo.config import ModelConfig, SamplingConfig
 from jppo.logprobs import head_logits, token_logprobs
 from jppo.models import transformer
-from jppo.models.transformer import Cache
+from jppo.models.layers import Block, Cache, layer_kinds
 from jppo.sharding import BATCH, DECODE_RULES, constrain, constrain_tree
 from jppo.types import Params, Prompts, Rollout
 
@@ -36,18 +36,22 @@ def forward_cached(
     layers: list[Params],
     tokens: Int[Array, "b t"],
     positions: Int[Array, "b t"],
-    mask_bts: Bool[Array, "b t s"],
+    valid: Bool[Array, "b s"],
     caches: tuple[Cache, ...],
     column: Any,
 ) -> tuple[Array, tuple[Cache, ...]]:
-    """Hidden state of the last of `tokens` `[b, d]`, with its columns cached."""
-    x = transformer.embed(cfg, params, tokens)
-    rope = transformer.rope_table(cfg, positions)
+    """Hidden state of the last of `tokens` `[b, d]`, with its columns cached.
+
+    column: the cache column of the first token. valid: columns that hold a token.
+    """
+    x = transformer.embed(cfg, params, tokens, positions)
+    queries = column + jnp.arange(tokens.shape[1])
+    distance = queries[:, None] - jnp.arange(valid.shape[1])[None]
+    mask_bts = (distance >= 0) & valid[:, None]
+    at = transformer.views(cfg, positions, mask_bts, distance)
     written = []
-    for layer, cache in zip(layers, caches, strict=True):
-        x, cache = transformer.Block(cfg).apply(
-            {"params": layer}, x, rope, mask_bts, cache, column
-        )
+    for layer, kind, cache in zip(layers, layer_kinds(cfg), caches, strict=True):
+        x, cache = Block(cfg).apply({"params": layer}, x, at[kind], cache, column)
         written.append(cache)
     return transformer.final_norm(cfg, params, x[:, -1]), tuple(written)
 
@@ -101,9 +105,10 @@ def draw(
     row_keys: Key[Array, " b"],
     i: Any,
     settings: SamplingConfig,
+    softcap: float | None,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
     """(token, its log-prob over the full vocabulary) of slot i for every row."""
-    logits = head_logits(hidden, head[0], transposed=head[1])
+    logits = head_logits(hidden, head[0], transposed=head[1], softcap=softcap)
     if settings.temperature == 0:
         token = sampling.greedy(logits)
         return token, token_logprobs(logits, token)
@@ -128,14 +133,13 @@ def prefill(
     """
     b, p = prompts.tokens.shape
     valid = jnp.pad(prompts.mask, ((0, 0), (0, t - 1)))
-    causal = jnp.arange(p + t - 1)[None] <= jnp.arange(p)[:, None]
     hidden, caches = forward_cached(
         cfg,
         params,
         layers,
         prompts.tokens,
         transformer.positions_of(prompts.mask),
-        causal & valid[:, None],
+        valid,
         empty_caches(cfg, b, p + t - 1),
         0,
     )
@@ -163,6 +167,7 @@ def generate(
     p, t = prompts.tokens.shape[1], settings.max_new_tokens
     params = constrain_tree(params, DECODE_RULES)
     layers, head = unstack(params), transformer.lm_kernel(params)
+    cap = cfg.final_softcap
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, prompts.row)
     stops = jnp.asarray(stop_ids or (-1,), jnp.int32)  # −1 is no token
     offset = prompts.mask.sum(-1, dtype=jnp.int32)
@@ -174,9 +179,9 @@ def generate(
         valid = jax.lax.dynamic_update_slice(valid, alive, (0, column))
         positions = (offset + i - 1)[:, None]
         hidden, caches = forward_cached(
-            cfg, params, layers, token, positions, valid[:, None], caches, column
+            cfg, params, layers, token, positions, valid, caches, column
         )
-        out = out.add(i, *draw(hidden, head, row_keys, i, settings), stops)
+        out = out.add(i, *draw(hidden, head, row_keys, i, settings, cap), stops)
         return i + 1, out, valid, caches
 
     def running(carry):
@@ -186,7 +191,7 @@ def generate(
     # A padding row, or one without a prompt token, never starts.
     alive = (prompts.weight > 0) & prompts.mask.any(-1)
     out = Responses.empty(alive, t, pad_id)
-    out = out.add(0, *draw(hidden, head, row_keys, 0, settings), stops)
+    out = out.add(0, *draw(hidden, head, row_keys, 0, settings, cap), stops)
     carry = (jnp.int32(1), out, valid, caches)
     _, out, *_ = jax.lax.while_loop(running, step, carry)
     return Rollout(

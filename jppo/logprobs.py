@@ -70,21 +70,24 @@ def head_logits(
     kernel: Float[Array, "_d _v"],
     *,
     transposed: bool = False,
+    softcap: float | None = None,
 ) -> Float[Array, "*b v"]:
     """Logits of the LM head in float32: hidden · kernel, or hidden · kernelᵀ.
 
     kernel is [d v], or [v d] with transposed=True (tied embedding; no transposed
     copy is made). The product runs in hidden's dtype and accumulates in float32.
+    softcap c bounds logits softly, c · tanh(logits / c) (Gemma 2, 2408.00118).
     Raises AssertionError when d differs.
     """
     axis = 1 if transposed else 0
     chex.assert_axis_dimension(kernel, axis, hidden.shape[-1])
-    return jax.lax.dot_general(
+    logits = jax.lax.dot_general(
         hidden,
         kernel.astype(hidden.dtype),
         (((hidden.ndim - 1,), (axis,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def chunked_logprobs(
@@ -95,6 +98,7 @@ def chunked_logprobs(
     temperature: Scalar = 1.0,
     chunk: int = 4096,
     transposed: bool = False,
+    softcap: float | None = None,
     entropy: bool = True,
     remat: bool = True,
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"] | None]:
@@ -105,7 +109,7 @@ def chunked_logprobs(
     stay on their devices; one chunk has at least one position of every row. When
     all tokens fit into one chunk there is no loop. remat=True recomputes the logits
     in the backward pass: one more head product, nothing vocabulary-sized kept.
-    Entropies are None with entropy=False. kernel as in `head_logits`.
+    Entropies are None with entropy=False. kernel and softcap as in `head_logits`.
     Raises ValueError when chunk < 1, AssertionError when shapes differ.
     """
     if chunk < 1:
@@ -116,7 +120,7 @@ def chunked_logprobs(
     kernel = kernel.astype(hidden.dtype)  # once, not once a chunk
 
     def score(hidden, tokens, kernel):
-        logits = head_logits(hidden, kernel, transposed=transposed)
+        logits = head_logits(hidden, kernel, transposed=transposed, softcap=softcap)
         z, lse = _log_softmax_parts(logits, temperature)
         logp = _pick(z, tokens) - lse
         return logp, _entropy_parts(z, lse) if entropy else None

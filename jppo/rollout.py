@@ -56,6 +56,7 @@ def policy_outputs(
         temperature=setup.config.sampling.temperature,
         chunk=chunk,
         transposed=transposed,
+        softcap=setup.actor.final_softcap,
         entropy=entropy,
         # Logits that fit the allowance may also stay for the backward pass.
         remat=tokens.size > chunk,

@@ -18,7 +18,7 @@ import numpy as np
 
 from jppo.config import ModelConfig
 from jppo.models.hf import check_dtype, save_hf
-from jppo.models.hf_layout import Params, params_from
+from jppo.models.hf_read import Params, params_from
 from jppo.models.tokenizer import import_transformers
 
 NAMES = {

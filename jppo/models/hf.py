@@ -1,4 +1,4 @@
-"""Hugging Face directories of the Llama family, read and written without torch.
+"""Hugging Face directories, read and written without torch.
 
 `load_hf` and `save_hf` are inverse: in float32 a saved and loaded tree is equal bit
 for bit, because both directions read the one table of `hf_layout`. Nothing is skipped
@@ -21,10 +21,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax.traverse_util import flatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jppo.config import ModelConfig
 from jppo.models.hf_config import config_from_json, config_to_json
-from jppo.models.hf_layout import Params, layout, params_from
+from jppo.models.hf_layout import layout
+from jppo.models.hf_read import Layers, Params, Place, on_host, params_from
+from jppo.sharding import TRAIN_RULES, Rules, spec_of, tree_shardings
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,14 +40,22 @@ def check_dtype(dtype: str) -> None:
 
 
 def load_hf(
-    path: str | os.PathLike, *, dtype: str = "float32", host: bool = False
+    path: str | os.PathLike,
+    *,
+    dtype: str = "float32",
+    host: bool = False,
+    mesh: Mesh | None = None,
+    rules: Rules = TRAIN_RULES,
 ) -> tuple[ModelConfig, Params]:
-    """Reads `config.json` and the safetensors of a local Llama directory.
+    """Reads `config.json` and the safetensors of a local model directory.
 
     Params are float32 whatever the file holds; `dtype` is the compute dtype noted in
-    the config. A `LlamaForSequenceClassification` with one label comes back with
-    `params["head"]`, whose bias is `score.bias` or zero. `host=True` leaves the leaves
-    as NumPy arrays, to be placed on a mesh by the caller.
+    the config. A model for sequence classification with one label comes back with
+    `params["head"]`, whose bias is `score.bias` or zero.
+
+    Leaves go to the default device. With a mesh each is laid out by `rules`, filled a
+    layer at a time: the host holds one tensor, each device its part. `host=True`
+    leaves NumPy arrays, to be placed by the caller.
 
     Raises FileNotFoundError for what is not there, and ValueError for a feature that
     jppo's decoder lacks, a tensor missing, unexpected, misshapen or not finite.
@@ -56,11 +67,47 @@ def load_hf(
             f"{path}: no such directory (models are read from disk, never downloaded)"
         )
     cfg, head = config_from_json(path / "config.json", dtype=dtype)
+    if mesh is not None:
+        place = on_mesh(mesh, rules)
+    else:
+        place = on_host if host else on_device
     with open_weights(path) as (names, read):
         if head is None:
             head = "score.weight" in names
-        params = params_from(cfg, names, read, head=head, where=path)
-    return cfg, params if host else jax.tree.map(jnp.asarray, params)
+        return cfg, params_from(cfg, names, read, head=head, where=path, place=place)
+
+
+def on_device(key: str, shape: tuple[int, ...], layers: Layers) -> jax.Array:
+    """A leaf on the default device."""
+    return jnp.asarray(on_host(key, shape, layers))
+
+
+def on_mesh(mesh: Mesh, rules: Rules = TRAIN_RULES) -> Place:
+    """Makes leaves on a mesh, filled in place a layer at a time."""
+
+    def place(key: str, shape: tuple[int, ...], layers: Layers) -> jax.Array:
+        whole = tree_shardings({key: jax.ShapeDtypeStruct(shape, jnp.float32)}, mesh,
+                               rules)[key]  # fmt: skip
+        if not key.startswith("blocks/"):
+            return _spread(next(layers), whole)
+        part = NamedSharding(mesh, PartitionSpec(*spec_of(key, shape, rules)[1:]))
+        fill = jax.jit(
+            lambda leaf, x, i: jax.lax.dynamic_update_index_in_dim(leaf, x, i, 0),
+            donate_argnums=0,
+            out_shardings=whole,
+        )
+        leaf = jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=whole)()
+        for i, x in enumerate(layers):
+            leaf = fill(leaf, _spread(x, part), i)
+        return leaf
+
+    return place
+
+
+def _spread(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """A host array, of which each process hands over the parts that it holds."""
+    x = np.asarray(x, np.float32)
+    return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
 
 
 @contextlib.contextmanager
@@ -128,11 +175,15 @@ def save_hf(
     tokenizer: Any = None,
     *,
     dtype: str = "float32",
+    max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes a directory that `load_hf` and `transformers` open; all of it or nothing.
 
-    Params with a `head` become a `LlamaForSequenceClassification` with one label. Its
-    bias has no place there: if it is not zero it is stored as `score.bias`, which
+    Weights beyond `max_shard_bytes` go to several files with an index; no more than
+    one file's tensors are on the host at a time.
+
+    Params with a `head` become a model for sequence classification with one label.
+    Its bias has no place there: if it is not zero it is stored as `score.bias`, which
     `load_hf` reads and `transformers` reports as an unexpected key.
 
     Raises FileExistsError if `path` has content, ValueError if the tree does not fit
@@ -146,9 +197,6 @@ def save_hf(
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} ids, the model {cfg.vocab_size}"
         )
-    from safetensors.numpy import save_file
-
-    tensors = _to_hf(cfg, params, DTYPES[dtype])
     config, generation = config_to_json(
         cfg, head="head" in params, dtype=dtype, tokenizer=tokenizer
     )
@@ -156,37 +204,83 @@ def save_hf(
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as tmp:
         new = Path(tmp) / "new"
         new.mkdir()  # with the umask's permissions, unlike the temporary directory
-        save_file(tensors, new / ONE_FILE, metadata={"format": "pt"})
         for name, content in (
             ("config.json", config),
             ("generation_config.json", generation),
         ):
             (new / name).write_text(json.dumps(content, indent=2) + "\n")
-        # safetensors leaves 0600; others may read it if they may read the rest
-        (new / ONE_FILE).chmod((new / "config.json").stat().st_mode)
+        write_tensors(new, tensors_of(cfg, params, DTYPES[dtype]), max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
         os.rename(new, path)
 
 
-def _to_hf(cfg: ModelConfig, params: Params, dtype: Any) -> dict[str, np.ndarray]:
-    flat = flatten_dict(params, sep="/")
-    leaves = layout(cfg, head="head" in params)
-    if flat.keys() != leaves.keys():
-        odd = ", ".join(sorted(flat.keys() ^ leaves.keys())[:3])
+def write_tensors(
+    folder: Path, tensors: Iterator[tuple[str, np.ndarray]], max_bytes: int
+) -> None:
+    """`model.safetensors`, or numbered files and their index."""
+    from safetensors.numpy import save_file
+
+    mode = (folder / "config.json").stat().st_mode
+    files: list[tuple[Path, list[str]]] = []
+    total = size = 0
+    shard: dict[str, np.ndarray] = {}
+
+    def flush() -> None:
+        file = folder / f"part-{len(files)}"
+        save_file(shard, file, metadata={"format": "pt"})
+        file.chmod(mode)  # safetensors leaves 0600; read it who may read the rest
+        files.append((file, list(shard)))
+        shard.clear()
+
+    for name, x in tensors:
+        if shard and size + x.nbytes > max_bytes:
+            flush()
+            size = 0
+        shard[name], size, total = x, size + x.nbytes, total + x.nbytes
+    flush()
+    if len(files) == 1:
+        files[0][0].rename(folder / ONE_FILE)
+        return
+    where: dict[str, str] = {}
+    for i, (file, names) in enumerate(files, 1):
+        name = f"model-{i:05}-of-{len(files):05}.safetensors"
+        file.rename(folder / name)
+        where |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def tensors_of(
+    cfg: ModelConfig, params: Params, dtype: Any
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(Hugging Face name, array) of a whole model, one after another."""
+    flat: dict[str, Any] = dict(flatten_dict(params, sep="/"))
+    tensors = layout(cfg, head="head" in params)
+    if any("lora_" in key for key in flat):
+        raise ValueError("the tree holds low-rank adapters: merge them first")
+    shapes = {
+        key: (cfg.n_layers, *shape) if tensor.layered else shape
+        for tensor in tensors
+        for key, shape in tensor.leaves.items()
+    }
+    if flat.keys() != shapes.keys():
+        odd = ", ".join(sorted(flat.keys() ^ shapes.keys())[:3])
         raise ValueError(f"the param tree does not fit the config: {odd}")
-    out: dict[str, np.ndarray] = {}
-    for key, leaf in leaves.items():
-        value = np.asarray(flat[key], np.float32)
-        stacked = "{i}" in leaf.name
-        shape = (cfg.n_layers, *leaf.shape) if stacked else leaf.shape
-        if value.shape != shape:
-            raise ValueError(f"{key} has shape {value.shape}, expected {shape}")
-        if not np.isfinite(value).all():
+    for key, shape in shapes.items():
+        if flat[key].shape != shape:
+            raise ValueError(f"{key} has shape {flat[key].shape}, expected {shape}")
+
+    def host(key: str, at: Any = ...) -> np.ndarray:
+        x = np.asarray(flat[key][at], np.float32)
+        if not np.isfinite(x).all():
             raise ValueError(f"{key} has a NaN or an infinity; not saved")
-        if key == "head/bias" and not value.any():
-            continue
-        for i, x in enumerate(value if stacked else value[None]):
-            x = np.ascontiguousarray(leaf.to_hf(x).astype(dtype))
-            out[leaf.name.format(i=i)] = x
-    return out
+        return x
+
+    for tensor in tensors:
+        for i in range(cfg.n_layers) if tensor.layered else (...,):
+            leaves = {key: host(key, i) for key in tensor.leaves}
+            if tensor.name == "score.bias" and not leaves["head/bias"].any():
+                continue
+            x = tensor.join(leaves).astype(dtype)
+            yield tensor.name.format(i=i), np.ascontiguousarray(x)

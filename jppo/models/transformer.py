@@ -1,37 +1,29 @@
-"""One decoder for the Llama family: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""One decoder for many families, as plain functions over param trees.
 
-Linen describes one `Block`; plain functions stack it. A param tree *is* the part of
-the model that it holds: `{"embed", "blocks"}` is a trunk, `{"blocks", "norm"}` the
-layers above it, and all four keys a whole model. `hidden_states` runs what the tree
-holds, so a frozen trunk is evaluated once and several roles go on from its output.
+A param tree *is* the part of the model that it holds: `{"embed", "blocks"}` is a
+trunk, `{"blocks", "norm"}` the layers above it, and all the keys a whole model.
+`hidden_states` runs what the tree holds, so a frozen trunk is evaluated once and
+several roles go on from its output.
 
 Blocks are stored stacked on a leading layer axis and run by `lax.scan`.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
 from jppo.config import ModelConfig
 from jppo.logprobs import head_logits
+from jppo.models.layers import Block, View, layer_kinds, make_norm, view
 from jppo.sharding import BATCH, constrain
 
 Params = dict[str, Any]
 SHALLOW = 4  # blocks; a stack of no more is unrolled whole unless told otherwise
-MASKED = -1e30  # finite, so that a row with nothing to attend to is not NaN
-
-
-class Cache(NamedTuple):
-    """Keys and values of one layer, a column a position: `[b, s, k, e]` each."""
-
-    k: Float[Array, "b s k e"]
-    v: Float[Array, "b s k e"]
 
 
 def positions_of(mask: Bool[Array, "b t"]) -> Int[Array, "b t"]:
@@ -40,120 +32,19 @@ def positions_of(mask: Bool[Array, "b t"]) -> Int[Array, "b t"]:
     return jnp.cumsum(m, axis=-1) - m
 
 
-def rope_table(
-    cfg: ModelConfig, positions: Int[Array, "b t"]
-) -> tuple[Float[Array, "b t 1 e2"], Float[Array, "b t 1 e2"]]:
-    """cos and sin of position · θ^(−2i/e), for the first half of the head dim."""
-    half = cfg.head_dim // 2
-    freqs = cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[..., None].astype(jnp.float32) * freqs
-    return jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+def views(
+    cfg: ModelConfig,
+    positions: Int[Array, "b t"],
+    mask: Bool[Array, "b t s"],
+    distance: Int[Array, "t s"],
+) -> dict[str, View]:
+    """The view of every kind of layer that the model has, by kind.
 
-
-def rotate(x_bthe: Array, rope: tuple[Array, Array]) -> Array:
-    """Rotates the two halves of each head (the Hugging Face pairing), in f32."""
-    cos, sin = rope
-    a, b = jnp.split(x_bthe.astype(jnp.float32), 2, axis=-1)
-    out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return out.astype(x_bthe.dtype)
-
-
-def attend(q_bthe: Array, k_bske: Array, v_bske: Array, mask_bts: Array) -> Array:
-    """softmax(q kᵀ / √e) v with grouped queries; scores and softmax in f32."""
-    b, t, h, e = q_bthe.shape
-    kv_heads = k_bske.shape[2]
-    q = q_bthe.reshape(b, t, kv_heads, h // kv_heads, e) * (e**-0.5)
-    scores = jnp.einsum(
-        "btkge,bske->bkgts", q, k_bske, preferred_element_type=jnp.float32
-    )
-    scores = jnp.where(mask_bts[:, None, None], scores, MASKED)
-    probs = jax.nn.softmax(scores, axis=-1).astype(v_bske.dtype)
-    return jnp.einsum("bkgts,bske->btkge", probs, v_bske).reshape(b, t, h, e)
-
-
-class RMSNorm(nn.Module):
-    """x / √(mean x² + ε) · scale, computed in f32."""
-
-    eps: float
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * scale).astype(x.dtype)
-
-
-class Dense(nn.Module):
-    """x · W over the last `axes` axes of x, W of shape `[*inputs, *features]`.
-
-    All tokens are rows of one matrix: with batch and time apart, XLA transposes the
-    activations by copy for every weight gradient (a third of a step on CPUs).
+    mask: keys that a query may see in a full layer. distance: columns from key to
+    query, which sliding layers bound.
     """
-
-    features: tuple[int, ...]
-    axes: int = 1
-    dtype: str = "float32"
-
-    @nn.compact
-    def __call__(self, x):
-        lead, inputs = x.shape[: -self.axes], x.shape[-self.axes :]
-        kernel = self.param(
-            "kernel", nn.initializers.normal(0.02), (*inputs, *self.features)
-        )
-        n = math.prod(inputs)
-        w = kernel.reshape(n, -1).astype(self.dtype)
-        return (x.reshape(-1, n) @ w).reshape(*lead, *self.features)
-
-
-class Attention(nn.Module):
-    """Rotary grouped-query attention; with a cache, writes its column(s) first."""
-
-    cfg: ModelConfig
-
-    @nn.compact
-    def __call__(self, x, rope, mask_bts, cache: Cache | None, column):
-        cfg = self.cfg
-        heads, kv_heads = (cfg.n_heads, cfg.head_dim), (cfg.n_kv_heads, cfg.head_dim)
-        q = rotate(Dense(heads, dtype=cfg.dtype, name="q")(x), rope)
-        k = rotate(Dense(kv_heads, dtype=cfg.dtype, name="k")(x), rope)
-        v = Dense(kv_heads, dtype=cfg.dtype, name="v")(x)
-        if cache is not None:
-            at = (0, column, 0, 0)
-            k = jax.lax.dynamic_update_slice(cache.k, k.astype(cache.k.dtype), at)
-            v = jax.lax.dynamic_update_slice(cache.v, v.astype(cache.v.dtype), at)
-            cache = Cache(k, v)
-        out = attend(q, k, v, mask_bts)
-        return Dense((cfg.d_model,), 2, cfg.dtype, name="o")(out), cache
-
-
-class MLP(nn.Module):
-    """SwiGLU: (silu(x W_gate) ⊙ x W_up) W_down."""
-
-    cfg: ModelConfig
-
-    @nn.compact
-    def __call__(self, x):
-        wide, dtype = (self.cfg.d_mlp,), self.cfg.dtype
-        gate = Dense(wide, dtype=dtype, name="gate")(x)
-        up = Dense(wide, dtype=dtype, name="up")(x)
-        return Dense((self.cfg.d_model,), dtype=dtype, name="down")(nn.silu(gate) * up)
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    cfg: ModelConfig
-
-    @nn.compact
-    def __call__(self, x, rope, mask_bts, cache: Cache | None = None, column=0):
-        eps = self.cfg.norm_eps
-        h, cache = Attention(self.cfg, name="attn")(
-            RMSNorm(eps, name="attn_norm")(x), rope, mask_bts, cache, column
-        )
-        x = x + h
-        x = x + MLP(self.cfg, name="mlp")(RMSNorm(eps, name="mlp_norm")(x))
-        return constrain(x, BATCH, None, None), cache
+    kinds = dict.fromkeys(layer_kinds(cfg))
+    return {kind: view(cfg, kind, positions, mask, distance) for kind in kinds}
 
 
 def init_params(cfg: ModelConfig, key: Array, *, scalar_head: bool = False) -> Params:
@@ -163,17 +54,19 @@ def init_params(cfg: ModelConfig, key: Array, *, scalar_head: bool = False) -> P
     """
     k_embed, k_blocks, k_head = jax.random.split(key, 3)
     x = jnp.zeros((1, 1, cfg.d_model), jnp.float32)
-    mask = jnp.ones((1, 1, 1), bool)
-    rope = rope_table(cfg, jnp.zeros((1, 1), jnp.int32))
-    init = lambda k: Block(cfg).init(k, x, rope, mask)["params"]  # noqa: E731
-    params = {
-        "embed": {
-            "embedding": 0.02
-            * jax.random.normal(k_embed, (cfg.vocab_size, cfg.d_model), jnp.float32)
-        },
+    zero = jnp.zeros((1, 1), jnp.int32)
+    at = view(cfg, layer_kinds(cfg)[0], zero, jnp.ones((1, 1, 1), bool), zero)
+    init = lambda k: Block(cfg).init(k, x, at)["params"]  # noqa: E731
+    normal = jax.random.normal(k_embed, (cfg.vocab_size, cfg.d_model), jnp.float32)
+    params: Params = {
+        "embed": {"embedding": 0.02 * normal},
         "blocks": jax.vmap(init)(jax.random.split(k_blocks, cfg.n_layers)),
-        "norm": {"scale": jnp.ones((cfg.d_model,), jnp.float32)},
+        "norm": make_norm(cfg).init(k_embed, x)["params"],
     }
+    if cfg.positions == "learned":
+        shape = (cfg.max_positions, cfg.d_model)
+        key = jax.random.fold_in(k_embed, 1)
+        params["embed"]["positions"] = 0.02 * jax.random.normal(key, shape)
     if scalar_head:
         params["head"] = init_head(k_head, cfg.d_model)
     elif not cfg.tie_embeddings:
@@ -191,7 +84,12 @@ def init_head(key: Array, d_model: int) -> Params:
 
 def depth(params: Params) -> int:
     """Number of blocks that this tree holds."""
-    return len(params["blocks"]["mlp_norm"]["scale"]) if "blocks" in params else 0
+    return len(jax.tree.leaves(params.get("blocks"))[0]) if "blocks" in params else 0
+
+
+def first_layers(cfg: ModelConfig, n: int) -> ModelConfig:
+    """The config of a model that ends after block n."""
+    return dataclasses.replace(cfg, n_layers=n, layers=cfg.layers[:n])
 
 
 def split_params(params: Params, layers: int | None) -> tuple[Params, Params]:
@@ -224,36 +122,54 @@ def merge_params(trunk: Params, rest: Params) -> Params:
     return {**rest, "embed": trunk["embed"], "blocks": blocks}
 
 
-def embed(cfg: ModelConfig, params: Params, tokens: Int[Array, "b t"]) -> Array:
-    """Rows of the embedding, in the compute dtype: `[b, t, d]`."""
-    x = params["embed"]["embedding"][tokens].astype(jnp.dtype(cfg.dtype))
+def embed(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "b t"],
+    positions: Int[Array, "b t"],
+) -> Array:
+    """Embedded tokens, and positions where those are learned: `[b, t, d]`."""
+    dtype = jnp.dtype(cfg.dtype)
+    x = params["embed"]["embedding"][tokens].astype(dtype)
+    if cfg.embed_scale != 1.0:
+        x = x * jnp.asarray(cfg.embed_scale, dtype)
+    if cfg.positions == "learned":
+        x = x + params["embed"]["positions"][positions].astype(dtype)
     return constrain(x, BATCH, None, None)
 
 
 def run_blocks(
-    cfg: ModelConfig, blocks: Params, x: Array, mask: Bool[Array, "b t"]
+    cfg: ModelConfig, blocks: Params, x: Array, at: dict[str, View], first: int
 ) -> Float[Array, "b t d"]:
     """Stacked blocks over hidden states, one after another by `lax.scan`.
 
-    A scan stacks what each block keeps for the backward pass. A shallow stack runs
-    faster without, unrolled whole; in a deep one the time to compile would not pay.
+    first: number of the lowest of these blocks in the model. A scan stacks what each
+    block keeps for the backward pass. A shallow stack runs faster without, unrolled
+    whole; in a deep one the time to compile would not pay.
     """
-    t, n = mask.shape[1], depth({"blocks": blocks})
+    n = depth({"blocks": blocks})
     unroll = cfg.unroll or (n if n <= SHALLOW else 1)
-    rope = rope_table(cfg, positions_of(mask))
-    mask_bts = jnp.tril(jnp.ones((t, t), bool)) & mask[:, None, :]
+    names = layer_kinds(cfg)[first : first + n]
+    kinds = list(dict.fromkeys(names))
+    # Layers of several kinds pick theirs by number; one kind needs no picking.
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *(at[kind] for kind in kinds))
+    which = jnp.asarray([kinds.index(kind) for kind in names], jnp.int32)
 
-    def body(h, layer):
-        return Block(cfg).apply({"params": layer}, h, rope, mask_bts)[0], None
+    def body(h, layer_and_kind):
+        layer, k = layer_and_kind
+        mine = at[kinds[0]]
+        if len(kinds) > 1:
+            mine = jax.tree.map(lambda a: a[k], stacked)
+        return Block(cfg).apply({"params": layer}, h, mine)[0], None
 
     if cfg.remat:
         body = jax.checkpoint(body, prevent_cse=False)
-    return jax.lax.scan(body, x, blocks, unroll=unroll)[0]
+    return jax.lax.scan(body, x, (blocks, which), unroll=unroll)[0]
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: Array) -> Array:
-    """The last RMSNorm, which the heads read."""
-    return jnp.asarray(RMSNorm(cfg.norm_eps).apply({"params": params["norm"]}, x))
+    """The last norm, which the heads read."""
+    return jnp.asarray(make_norm(cfg).apply({"params": params["norm"]}, x))
 
 
 def hidden_states(
@@ -270,10 +186,15 @@ def hidden_states(
             "a tree with an embedding takes token ids [b, t], one without takes hidden"
             f" states [b, t, d]; got keys {sorted(params)} and shape {x.shape}"
         )
+    positions, n = positions_of(mask), depth(params)
+    first = 0 if "embed" in params else cfg.n_layers - n
     if "embed" in params:
-        x = embed(cfg, params, x)
-    if "blocks" in params:
-        x = run_blocks(cfg, params["blocks"], x, mask)
+        x = embed(cfg, params, x, positions)
+    if n:
+        column = jnp.arange(mask.shape[1])
+        distance = column[:, None] - column[None, :]
+        at = views(cfg, positions, (distance >= 0) & mask[:, None], distance)
+        x = run_blocks(cfg, params["blocks"], x, at, first)
     return final_norm(cfg, params, x) if "norm" in params else x
 
 
@@ -297,7 +218,7 @@ def logits(
     """f32 logits of a whole model at every position (for evaluation and tests)."""
     kernel, transposed = lm_kernel(params)
     hidden = hidden_states(cfg, params, tokens, mask)
-    return head_logits(hidden, kernel, transposed=transposed)
+    return head_logits(hidden, kernel, transposed=transposed, softcap=cfg.final_softcap)
 
 
 def scalar_head(params: Params, hidden: Float[Array, "*b d"]) -> Float[Array, "*b"]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from jppo.config import ModelConfig
@@ -25,15 +26,12 @@ CFG = ModelConfig(
 
 def random_params(cfg: ModelConfig, *, head: bool = False) -> dict:
     rng = np.random.default_rng(0)
-    params: dict = {}
-    for key, leaf in layout(cfg, head=head).items():
-        tree = params
-        *parents, last = key.split("/")
-        for name in parents:
-            tree = tree.setdefault(name, {})
-        lead = (cfg.n_layers,) if key.startswith("blocks") else ()
-        tree[last] = jnp.asarray(rng.normal(size=lead + leaf.shape), jnp.float32)
-    return params
+    flat = {}
+    for tensor in layout(cfg, head=head):
+        lead = (cfg.n_layers,) if tensor.layered else ()
+        for key, shape in tensor.leaves.items():
+            flat[key] = jnp.asarray(rng.normal(size=lead + shape), jnp.float32)
+    return unflatten_dict(flat, sep="/")
 
 
 def edit_config(folder: Path, **changes) -> None:

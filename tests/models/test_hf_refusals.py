@@ -25,16 +25,17 @@ def test_rope_theta_old_and_new_spelling(saved):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"model_type": "qwen2"}, "model_type 'qwen2'"),
+        ({"model_type": "bloom"}, "model_type 'bloom'.*only llama, mistral"),
+        ({"model_type": "gemma3"}, "model_type 'gemma3'"),
         ({"architectures": ["LlamaModel"]}, "architecture LlamaModel"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"attention_bias": 1}, "attention_bias = 1 is not true or false"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.*'yarn'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "parameters.factor = None"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotary part of a head"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3"),
         ({"head_dim": 5}, "head_dim 5 is odd"),
         ({"vocab_size": ...}, "vocab_size is missing"),
@@ -48,6 +49,15 @@ def test_config_refusals_name_feature_and_file(saved, change, words):
         load_hf(saved)
     assert str(saved / "config.json") in str(e.value)
     assert "\n" not in str(e.value)
+
+
+def test_rope_scaling_must_be_said_once(saved):
+    linear = {"rope_type": "linear", "factor": 2.0}
+    edit_config(saved, rope_scaling=linear)
+    with pytest.raises(ValueError, match="rope_scaling is .* and rope_parameters"):
+        load_hf(saved)
+    edit_config(saved, rope_parameters=...)
+    assert load_hf(saved)[0].rope_scaling == ("linear", 2.0)
 
 
 def test_default_rope_scaling_is_fine(saved):

@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from jppo.models import transformer as tf
+from jppo.models.layers import rotate, view
 
 CFG, TIED = tiny.CFG, tiny.TIED
 SEQ = 7
@@ -152,8 +153,10 @@ def test_rope_is_relative():
     at = jnp.array([[0, 2, 7]])
 
     def products(shift_q, shift_k):
-        turned = tf.rotate(q, tf.rope_table(CFG, at + shift_q))
-        other = tf.rotate(k, tf.rope_table(CFG, at + shift_k))
+        seen = jnp.ones((1, 3, 3), bool)
+        far = jnp.zeros((3, 3), jnp.int32)
+        turned = rotate(q, view(CFG, "full", at + shift_q, seen, far))
+        other = rotate(k, view(CFG, "full", at + shift_k, seen, far))
         return jnp.einsum("bthe,bshe->bhts", turned, other)
 
     tiny.close(products(11, 11), products(0, 0))

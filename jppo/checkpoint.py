@@ -53,6 +53,8 @@ def identity(setup: Setup, frozen: Frozen) -> dict[str, Any]:
         "critic_layout": setup.config.critic.layout,
         "actor_frozen": setup.actor_frozen,
         "critic_frozen": setup.critic_frozen,
+        "actor_lora": setup.config.policy.lora.rank,
+        "critic_lora": setup.config.critic.lora.rank,
         "reference_weights": print_of(frozen.actor_base, frozen.reference),
         "reward_weights": print_of(frozen.critic_base, frozen.reward),
     }

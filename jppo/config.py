@@ -1,7 +1,7 @@
 """Every setting of a run, as frozen dataclasses: a value, hashable and comparable.
 
 A field is a line with its default and what `--help` says of it; relations between
-fields are in `check`. Text becomes a Config in `settings.from_dict`.
+fields are in `checks.py`. Text becomes a Config in `settings.from_dict`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,27 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jppo.checks import ConfigError as ConfigError
+from jppo.checks import check
 from jppo.model_config import ModelConfig, opt
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv 2106.09685) instead of trained weights."""
+
+    rank: int = opt(0, "rank of the factors; 0 = no adapter, the weights learn")
+    alpha: float = opt(16.0, "α: the adapter counts α/rank")
+    targets: str = opt("attn/|mlp/", "regex on paths like blocks/attn/q")
+
+    @property
+    def scale(self) -> float:
+        """Factor of A · B."""
+        return self.alpha / self.rank if self.rank else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +40,7 @@ class PolicyConfig:
     train_layers: int | None = opt(
         None, "learn only the top n blocks and the final norm; null = every weight"
     )
+    lora: LoraConfig = LoraConfig()
     dtype: Literal["float32", "bfloat16"] = opt("float32", "compute dtype")
     remat: bool = opt(False, "recompute blocks in the backward pass, saves memory")
     unroll: int | None = opt(
@@ -44,6 +61,7 @@ class CriticConfig:
     train_layers: int | None = opt(
         None, "learn only the top n blocks, norm and head; null = every weight"
     )
+    lora: LoraConfig = LoraConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,69 +223,6 @@ class Config:
         check(self)
 
 
-class ConfigError(ValueError):
-    """A setting that cannot be: one line that names the key and what to do."""
-
-
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ConfigError(message)
-
-
-def check(cfg: Config) -> None:
-    """Relations between settings that types cannot say. Raises ConfigError."""
-    ppo, kl = cfg.ppo, cfg.kl
-    for key in ("batch_size", "epochs", "minibatches", "micro_batches", "head_chunk"):
-        value = getattr(ppo, key)
-        _require(value >= 1, f"ppo.{key} must be at least 1, got {value}")
-    rows, parts = ppo.batch_size, ppo.minibatches * ppo.micro_batches
-    _require(
-        rows % parts == 0,
-        f"ppo.batch_size {rows} does not divide into ppo.minibatches {ppo.minibatches}"
-        f" × ppo.micro_batches {ppo.micro_batches} = {parts} equal parts",
-    )
-    _require(0 <= ppo.lam <= 1, f"ppo.lam must lie in [0, 1], got {ppo.lam}")
-    _require(0 <= ppo.gamma <= 1, f"ppo.gamma must lie in [0, 1], got {ppo.gamma}")
-    _require(0 < ppo.eps < 1, f"ppo.eps must lie in (0, 1), got {ppo.eps}")
-    _require(kl.beta >= 0, f"kl.beta must not be negative, got {kl.beta}")
-    _require(kl.target > 0, f"kl.target must be positive, got {kl.target}")
-    s = cfg.sampling
-    _require(
-        s.max_new_tokens >= 1,
-        f"sampling.max_new_tokens must be at least 1, got {s.max_new_tokens}",
-    )
-    _require(
-        s.temperature > 0,
-        f"sampling.temperature must be positive to train, got {s.temperature}:"
-        " a greedy policy has no log-probs to compare",
-    )
-    _require(
-        ppo.logp_old == "recompute" or (s.top_k == 0 and s.top_p >= 1 and s.min_p <= 0),
-        "ppo.logp_old=sampler needs full-vocabulary sampling: unset sampling.top_k,"
-        " top_p and min_p, or use ppo.logp_old=recompute",
-    )
-    _require(
-        ppo.tis_cap is None or ppo.logp_old == "recompute",
-        "ppo.tis_cap needs ppo.logp_old=recompute; with sampler it would correct twice",
-    )
-    _require(
-        not (cfg.critic.layout == "shared" and cfg.critic.init == "reward"),
-        "critic.init=reward needs critic.layout=separate: a shared critic is a head on"
-        " the actor",
-    )
-    unroll = cfg.policy.unroll
-    _require(
-        unroll is None or unroll >= 1,
-        f"policy.unroll must be at least 1 or null, got {unroll}",
-    )
-    _require(kl.horizon > 0, f"kl.horizon must be positive, got {kl.horizon}")
-    for name, optim in (("actor", cfg.actor_optim), ("critic", cfg.critic_optim)):
-        ok = 0 <= optim.lr < float("inf")
-        _require(ok, f"{name}_optim.lr must not be negative, got {optim.lr}")
-    _require(cfg.run.seed >= 0, f"run.seed must not be negative, got {cfg.run.seed}")
-    _require(cfg.run.steps >= 1, f"run.steps must be at least 1, got {cfg.run.steps}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """All that is static about the programs of one run: hashable, so a jit key."""
@@ -282,3 +237,4 @@ class Setup:
     actor_frozen: int | None = None  # blocks below the trained ones; None: no trunk
     critic_frozen: int | None = None
     reward_on_critic_base: bool = False
+    reward_lora: LoraConfig = LoraConfig()  # of a reward model that is an adapter

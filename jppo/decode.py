@@ -105,7 +105,7 @@ def draw(
     row_keys: Key[Array, " b"],
     i: Any,
     settings: SamplingConfig,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
     """(token, its log-prob over the full vocabulary) of slot i for every row."""
     logits = head_logits(hidden, head[0], transposed=head[1], softcap=softcap)

@@ -102,6 +102,7 @@ def make_setup(
         dtype=cfg.policy.dtype,
         remat=cfg.policy.remat,
         unroll=cfg.policy.unroll,
+        lora_scale=cfg.policy.lora.scale,
     )
     from_reward = cfg.critic.init == "reward"
     if from_reward and reward is None:
@@ -112,6 +113,8 @@ def make_setup(
     reward_cfg = reward and dataclasses.replace(reward.config, **like)
     critic = reward_cfg if from_reward else actor
     assert critic is not None
+    if not from_reward or cfg.critic.lora.rank:
+        critic = dataclasses.replace(critic, lora_scale=cfg.critic.lora.scale)
     layers = cfg.critic.train_layers
     shared = cfg.critic.layout == "shared"
     cut = None if shared else frozen_layers(critic, layers, "critic.train_layers")

@@ -126,7 +126,7 @@ def run(
                 store.save(state, {"cursor": cursor, "identity": who})
             log.flush()
             raise
-    whole = transformer.merge_params(frozen.actor_base, state.actor)
+    whole = transformer.policy_params(frozen.actor_base, frozen.reference, state.actor)
     model = Model(job.setup.actor, whole, job.policy.tokenizer)
     return Result(model, state, read_jsonl(folder / "metrics.jsonl"), folder)
 

@@ -21,6 +21,7 @@ from jppo.config import Setup
 from jppo.kl import KLState, adaptive_kl, fixed_kl, paper_kl
 from jppo.losses import clip_loss, entropy_bonus, kl_loss, value_loss
 from jppo.masked import aggregate
+from jppo.models.lora import overlay
 from jppo.rollout import Metrics, critic_values, into_groups, policy_outputs, score
 from jppo.state import Optimizers
 from jppo.types import Experience, Frozen, Params, Rollout, TrainState
@@ -32,7 +33,7 @@ Steps = dict[str, Float[Array, " steps"]]  # metrics, one entry an optimizer ste
 def ppo_loss(
     trainable: Trainable,
     setup: Setup,
-    base: Params,
+    frozen: Frozen,
     part: Experience,
     count: Float[Array, ""],
     beta: Float[Array, ""],
@@ -42,12 +43,13 @@ def ppo_loss(
     count: the normaliser of the whole minibatch under `ppo.aggregation`.
     """
     cfg = setup.config.ppo
-    actor, critic = trainable
+    actor = overlay(frozen.reference, trainable[0])
+    critic = overlay(frozen.critic_under, trainable[1])
     how = {"aggregation": cfg.aggregation, "length": part.mask.shape[1]}
     logp, entropy, hidden = policy_outputs(
         setup,
         actor,
-        base,
+        frozen.actor_base,
         part.actor_in,
         part.valid,
         part.tokens,
@@ -89,7 +91,7 @@ def ppo_loss(
 def minibatch_gradients(
     setup: Setup,
     trainable: Trainable,
-    base: Params,
+    frozen: Frozen,
     batch: Experience,
     beta: Float[Array, ""],
 ) -> tuple[Trainable, Metrics]:
@@ -105,7 +107,7 @@ def minibatch_gradients(
     gradient = jax.value_and_grad(ppo_loss, has_aux=True)
 
     def one(part: Experience):
-        (_, metrics), grads = gradient(trainable, setup, base, part, count, beta)
+        (_, metrics), grads = gradient(trainable, setup, frozen, part, count, beta)
         return grads, metrics
 
     if cfg.micro_batches == 1:
@@ -205,7 +207,7 @@ def update(
         if not single:
             batch = jax.tree.map(lambda a: jnp.take(a, rows, axis=0), experience)
         grads, metrics = minibatch_gradients(
-            setup, trees[:2], frozen.actor_base, batch, state.beta
+            setup, trees[:2], frozen, batch, state.beta
         )
         trees, norms = apply_gradients(tx, trees, grads)
         return trees, metrics | norms

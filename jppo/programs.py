@@ -54,10 +54,18 @@ class Programs:
         """Moves the trees to their devices; actor and critic become copies.
 
         The state is donated to every update, so it must not share memory with the
-        reference or the reward model that it started from.
+        reference or the reward model that it started from. Arrays that roles share
+        are moved once.
         """
-        state, frozen = jax.device_put(
-            (state, frozen), (self.state_shardings, self.frozen_shardings)
+        moved: dict[int, jax.Array] = {}
+
+        def put(leaf: Any, sharding: Any) -> jax.Array:
+            if id(leaf) not in moved:
+                moved[id(leaf)] = jax.device_put(leaf, sharding)
+            return moved[id(leaf)]
+
+        state, frozen = jax.tree.map(
+            put, (state, frozen), (self.state_shardings, self.frozen_shardings)
         )
         return jax.tree.map(jnp.copy, state), frozen
 
@@ -72,7 +80,7 @@ def generate(
     """One response a prompt from the current actor. Pure."""
     return decode.generate(
         setup.actor,
-        transformer.merge_params(frozen.actor_base, state.actor),
+        transformer.policy_params(frozen.actor_base, frozen.reference, state.actor),
         prompts,
         jax.random.split(state.key, 3)[1],  # the other two are the update's
         settings=setup.config.sampling,

@@ -22,6 +22,7 @@ from jppo.logprobs import chunked_logprobs
 from jppo.losses import explained_variance, tis_weights
 from jppo.masked import masked_mean, masked_sum, whiten
 from jppo.models import transformer
+from jppo.models.lora import overlay
 from jppo.types import Experience, Frozen, Params, Rollout, TrainState
 
 Metrics = dict[str, Float[Array, ""]]
@@ -158,14 +159,15 @@ def forward_roles(
             setup, params, frozen.actor_base, actor_in, valid, response, entropy=entropy
         )
 
-    logp, entropy, hidden = policy(state.actor, True)
+    logp, entropy, hidden = policy(overlay(frozen.reference, state.actor), True)
+    critic = overlay(frozen.critic_under, state.critic)
     out = {
         "actor_in": actor_in,
         "critic_in": critic_in,
         "logp": logp,
         "entropy": entropy,
         "logp_ref": policy(frozen.reference, False)[0],
-        "values": critic_values(setup, state.critic, critic_in, valid, hidden),
+        "values": critic_values(setup, critic, critic_in, valid, hidden),
     }
     if frozen.reward is not None:
         assert setup.reward is not None

@@ -49,13 +49,15 @@ def _nearest(key: str, known: dict[str, Any]) -> str:
     return max(known, key=likeness)
 
 
-def from_dict(tree: dict[str, Any], base: Config | None = None) -> Config:
+def from_dict(tree: dict[str, Any], base: Any = None) -> Any:
     """A Config from a nested (or dotted) dict, over `base` or the defaults.
+
+    The result is of the type of `base`: any dataclass of settings serves.
 
     Raises ConfigError: an unknown key with the nearest known one, a value of the
     wrong type with what was expected.
     """
-    known = keys()
+    known = keys(type(base or Config()))
     merged = flatten(to_dict(base or Config()))
     for key, value in flatten(tree).items():
         if key not in known:
@@ -63,7 +65,7 @@ def from_dict(tree: dict[str, Any], base: Config | None = None) -> Config:
                 f"unknown config key {key!r}; did you mean {_nearest(key, known)!r}?"
             )
         merged[key] = value
-    sections: dict[str, dict[str, Any]] = {}
+    nested: dict[str, Any] = {}
     for key, value in merged.items():
         kind = known[key][0]
         if isinstance(value, bool) and kind is not bool:  # YAML's on, off, yes, no
@@ -74,18 +76,27 @@ def from_dict(tree: dict[str, Any], base: Config | None = None) -> Config:
         except pydantic.ValidationError as error:
             says = error.errors()[0]["msg"]
             raise ConfigError(f"config key {key!r} is {value!r}: {says}") from None
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    hints = get_type_hints(Config)
-    return Config(**{name: hints[name](**parts) for name, parts in sections.items()})
+        *sections, name = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return _build(type(base or Config()), nested)
+
+
+def _build(cls: type, tree: dict[str, Any]) -> Any:
+    """A dataclass of dataclasses from checked values."""
+    hints = get_type_hints(cls)
+    nested = {k: _build(hints[k], v) for k, v in tree.items() if isinstance(v, dict)}
+    return cls(**tree | nested)
 
 
 def to_dict(cfg: Any) -> dict[str, Any]:
     """Nested plain dict (tuples as lists), ready for YAML."""
-    tree = dataclasses.asdict(cfg)
-    return {
-        name: {k: list(v) if isinstance(v, tuple) else v for k, v in part.items()}
-        if isinstance(part, dict)
-        else part
-        for name, part in tree.items()
-    }
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        return list(value) if isinstance(value, tuple) else value
+
+    return plain(dataclasses.asdict(cfg))

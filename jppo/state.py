@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Key
 
-from jppo.config import OptimConfig, Setup
+from jppo.config import LoraConfig, OptimConfig, Setup
 from jppo.models import transformer
+from jppo.models.lora import init_adapter, overlay, split_adapter
 from jppo.types import Frozen, Params, TrainState
 
 
@@ -99,28 +100,72 @@ def init_trees(
     """(actor, critic, frozen trees) from whole models.
 
     The reference is the policy itself; a critic without a reward model to start from
-    is the policy's blocks under a fresh head. Trunks are cut off once, here, so that
-    roles that share one also share its memory.
+    is the policy's blocks under a fresh head. With an adapter only its factors (and a
+    head) learn, over weights that stay as they are. Trunks are cut off once, here, so
+    that roles that share one also share its memory.
     """
-    actor_base, actor = transformer.split_params(policy, setup.actor_frozen)
-    head = transformer.init_head(key, setup.critic.d_model)
-    shared = setup.config.critic.layout == "shared"
-    if setup.config.critic.init == "reward" and reward is not None:
-        critic_base, critic = transformer.split_params(reward, setup.critic_frozen)
-    elif shared:
-        critic_base, critic = {}, {"head": head}
+    cfg = setup.config
+    head_key, actor_key, critic_key = jax.random.split(key, 3)
+    head = transformer.init_head(head_key, setup.critic.d_model)
+    actor_base, reference = transformer.split_params(policy, setup.actor_frozen)
+    actor = _learns(reference, cfg.policy.lora, actor_key)
+    critic_base: Params = {}
+    if cfg.critic.layout == "shared":
+        rest = {"head": head}
+    elif cfg.critic.init == "reward" and reward is not None:
+        critic_base, rest = transformer.split_params(reward, setup.critic_frozen)
+    elif setup.critic_frozen == setup.actor_frozen:
+        critic_base, rest = actor_base, reference | {"head": head}
+        rest.pop("lm_head", None)
     else:
         whole = {k: policy[k] for k in ("embed", "blocks", "norm")} | {"head": head}
-        critic_base, critic = transformer.split_params(whole, setup.critic_frozen)
+        critic_base, rest = transformer.split_params(whole, setup.critic_frozen)
+    critic = _learns(rest, cfg.critic.lora, critic_key)
+    adapted = critic is not rest
     on_critic = setup.reward_on_critic_base
     frozen = Frozen(
         actor_base=actor_base,
         critic_base=critic_base,
-        reference=actor,
-        reward=critic if on_critic else reward,
+        reference=reference,
+        critic_under={k: v for k, v in rest.items() if k != "head"} if adapted else {},
+        reward=rest if on_critic else reward,
         reward_base=None if on_critic or reward is None else {},
     )
-    return actor, critic, frozen
+    return actor, critic, as_frozen(frozen, setup.actor.dtype)
+
+
+def _learns(params: Params, lora: LoraConfig, key: Array) -> Params:
+    """What of a tree learns: all of it, or an adapter and the head."""
+    if not lora.rank:
+        return params
+    base, adapter = split_adapter(params)
+    if not adapter:
+        adapter = init_adapter(base, key, rank=lora.rank, targets=lora.targets)
+    return adapter | ({"head": params["head"]} if "head" in params else {})
+
+
+def as_frozen(tree: Any, dtype: str) -> Any:
+    """A tree as it is kept while it does not learn: matrices in the compute dtype.
+
+    Exact, because every product casts them to it anyway. An array that occurs twice
+    is cast once, so that it stays one array.
+    """
+    cast: dict[int, Any] = {}
+
+    def keep(path: Any, leaf: Any) -> Any:
+        matrix = path[-1].key in ("kernel", "embedding", "positions")
+        if not matrix or _is_head(path) or leaf.dtype == jnp.dtype(dtype):
+            return leaf
+        if id(leaf) not in cast:
+            cast[id(leaf)] = leaf.astype(jnp.dtype(dtype))
+        return cast[id(leaf)]
+
+    return jax.tree_util.tree_map_with_path(keep, tree)
+
+
+def _is_head(path: Any) -> bool:
+    """The scalar head works in float32."""
+    return len(path) > 1 and getattr(path[-2], "key", None) == "head"
 
 
 def abstract_policy(setup: Setup) -> Params:
@@ -138,6 +183,12 @@ def abstract_trees(setup: Setup) -> tuple[TrainState, Frozen]:
         reward = None
         if setup.reward is not None:
             reward = transformer.init_params(setup.reward, key, scalar_head=True)
+            if setup.reward_lora.rank:
+                lora = setup.reward_lora
+                reward = overlay(
+                    reward,
+                    init_adapter(reward, key, rank=lora.rank, targets=lora.targets),
+                )
         actor, critic, frozen = init_trees(setup, policy, reward, key)
         return init_state(setup, actor, critic, key), frozen
 

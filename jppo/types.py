@@ -63,11 +63,15 @@ class Experience:
 
 @struct.dataclass
 class Frozen:
-    """Trees that never change: bare arrays, no optimizer state."""
+    """Trees that never change: bare arrays, no optimizer state.
+
+    Roles that stand on the same weights hold the same arrays.
+    """
 
     actor_base: Params  # trunk below actor and reference; empty when all is trained
     critic_base: Params
-    reference: Params
+    reference: Params  # the actor as it began: what the actor is laid over
+    critic_under: Params  # what the critic is laid over; empty without an adapter
     reward: Params | None  # None: scores come from Python
     reward_base: Params | None  # None: the reward model stands on `critic_base`
 

@@ -53,7 +53,7 @@ CHANGED = {key: other(key) for key in KNOWN} | {
 }
 # Not both may be changed: these three contradict others.
 EVERY = CHANGED | {"sampling.top_k": 0, "sampling.min_p": 0.0, "sampling.top_p": 1.0}
-EVERY["critic.init"], EVERY["ppo.tis_cap"] = "policy", None
+EVERY |= {"critic.init": "policy", "ppo.tis_cap": None, "critic.lora.rank": 0}
 
 
 def test_the_default_is_the_default():

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "jppo"
 LADDER = [
-    "model_config config types masked settings sharding",
+    "model_config checks config types masked settings sharding",
     "logprobs advantages kl losses sampling",
     "models models.*",
     "state decode",
@@ -22,8 +22,8 @@ LADDER = [
     "cli quickstart __init__",
 ]
 # Within the vocabulary, and beside it: who may lean on a neighbour.
-BASE = {k: set() for k in ("masked", "model_config", "types", "sharding")} | {
-    "config": {"model_config"},
+BASE = {k: set() for k in ("masked", "model_config", "checks", "types", "sharding")} | {
+    "config": {"model_config", "checks"},
     "settings": {"config"},
 }
 LINES, FUNCTION, LONG = 300, 60, {"loop.run": 120, "loop.train": 120}

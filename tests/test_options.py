@@ -23,10 +23,10 @@ from option_tables import (
 
 from jppo import decode, ppo, rollout, settings
 from jppo.state import init_state, make_optimizers
-from jppo.types import Experience, Frozen, Rollout
+from jppo.types import Experience, Rollout
 
 B, P, T = tiny.B, tiny.P, tiny.T
-NO_TREES = Frozen({}, {}, {}, None, None)
+NO_TREES = tiny.NO_TREES
 LENGTHS = [5, 3, 1, 5, 2, 0, 4, 5]
 MASK = np.arange(T) < np.array(LENGTHS)[:, None]
 
@@ -147,7 +147,7 @@ def gradients(change, beta=0.2):
     """((actor, critic) gradients, metrics) of tables off the old policy."""
     setup, exp = tiny.make_setup(change), experience()
     tables = {"table": exp.logp_old + 0.3}, {"table": exp.values_old + 0.3}
-    return ppo.minibatch_gradients(setup, tables, {}, exp, jnp.float32(beta))
+    return ppo.minibatch_gradients(setup, tables, NO_TREES, exp, jnp.float32(beta))
 
 
 @pytest.fixture

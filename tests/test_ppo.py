@@ -27,7 +27,9 @@ def gradients():
 
     def run(setup, actor, critic, experience):
         beta = jnp.float32(0.05)
-        return ppo.minibatch_gradients(setup, (actor, critic), {}, experience, beta)
+        return ppo.minibatch_gradients(
+            setup, (actor, critic), tiny.NO_TREES, experience, beta
+        )
 
     return jax.jit(run, static_argnums=0)
 
@@ -145,7 +147,7 @@ def test_micro_batches_change_nothing(table_networks, mode):
         settings = {"ppo.micro_batches": n, "ppo.aggregation": mode}
         setup = tiny.make_setup(EVERYTHING | settings)
         beta = jnp.float32(0.3)
-        return ppo.minibatch_gradients(setup, tables(exp), {}, exp, beta)
+        return ppo.minibatch_gradients(setup, tables(exp), tiny.NO_TREES, exp, beta)
 
     whole = run(1)
     tiny.close(run(4), whole, 1e-6)
@@ -158,7 +160,7 @@ def test_an_empty_minibatch_has_no_gradient(table_networks):
     exp = table_experience(lengths=(0,) * 8)
     beta = jnp.float32(0.3)
     grads, metrics = ppo.minibatch_gradients(
-        tiny.make_setup(EVERYTHING), tables(exp), {}, exp, beta
+        tiny.make_setup(EVERYTHING), tables(exp), tiny.NO_TREES, exp, beta
     )
     assert all((g == 0).all() for g in jax.tree.leaves(grads))
     assert all(np.isfinite(m) for m in metrics.values())
@@ -170,7 +172,7 @@ def test_masked_tokens_have_no_gradient(table_networks, junk):
     setup, beta = tiny.make_setup(EVERYTHING), jnp.float32(0.3)
 
     def run(exp):
-        return ppo.minibatch_gradients(setup, tables(exp), {}, exp, beta)
+        return ppo.minibatch_gradients(setup, tables(exp), tiny.NO_TREES, exp, beta)
 
     (grads, metrics), clean = run(table_experience(junk=junk)), run(table_experience())
     tiny.close((grads, metrics), clean, 0.0)

@@ -10,9 +10,10 @@ from jppo import ppo, programs, settings
 from jppo.config import ModelConfig, Setup
 from jppo.sharding import make_mesh
 from jppo.state import init_state, init_trees
-from jppo.types import Prompts
+from jppo.types import Frozen, Prompts
 
 B, P, T = 8, 4, 5
+NO_TREES = Frozen({}, {}, {}, {}, None, None)
 STOPS, PAD = (0, 3), 3  # a stop id of 0, and padding that looks like a stop token
 CFG = ModelConfig(
     vocab_size=16,

@@ -27,6 +27,7 @@ from jppo.config import ModelConfig
 from jppo.models.hf_config import config_from_json, config_to_json
 from jppo.models.hf_layout import layout
 from jppo.models.hf_read import Layers, Params, Place, on_host, params_from
+from jppo.models.lora import is_factor, merged_layer
 from jppo.sharding import TRAIN_RULES, Rules, spec_of, tree_shardings
 
 ONE_FILE = "model.safetensors"
@@ -254,25 +255,26 @@ def write_tensors(
 def tensors_of(
     cfg: ModelConfig, params: Params, dtype: Any
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(Hugging Face name, array) of a whole model, one after another."""
+    """(Hugging Face name, array) of a whole model, one after another.
+
+    Adapters in the tree are merged into the weights that they stand beside.
+    """
     flat: dict[str, Any] = dict(flatten_dict(params, sep="/"))
     tensors = layout(cfg, head="head" in params)
-    if any("lora_" in key for key in flat):
-        raise ValueError("the tree holds low-rank adapters: merge them first")
     shapes = {
         key: (cfg.n_layers, *shape) if tensor.layered else shape
         for tensor in tensors
         for key, shape in tensor.leaves.items()
     }
-    if flat.keys() != shapes.keys():
-        odd = ", ".join(sorted(flat.keys() ^ shapes.keys())[:3])
+    if odd := {key for key in flat if not is_factor(key)} ^ shapes.keys():
+        odd = ", ".join(sorted(odd)[:3])
         raise ValueError(f"the param tree does not fit the config: {odd}")
     for key, shape in shapes.items():
         if flat[key].shape != shape:
             raise ValueError(f"{key} has shape {flat[key].shape}, expected {shape}")
 
     def host(key: str, at: Any = ...) -> np.ndarray:
-        x = np.asarray(flat[key][at], np.float32)
+        x = merged_layer(flat, key, at, cfg.lora_scale)
         if not np.isfinite(x).all():
             raise ValueError(f"{key} has a NaN or an infinity; not saved")
         return x

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jppo.config import ModelConfig
 from jppo.logprobs import head_logits
 from jppo.models.layers import Block, View, layer_kinds, make_norm, view
+from jppo.models.lora import flatten, overlay, unflatten
 from jppo.sharding import BATCH, constrain
 
 Params = dict[str, Any]
@@ -112,14 +113,24 @@ def split_params(params: Params, layers: int | None) -> tuple[Params, Params]:
 
 
 def merge_params(trunk: Params, rest: Params) -> Params:
-    """The inverse of `split_params`."""
+    """The inverse of `split_params`. Factors of adapters, which only the rest may
+    have, are 0 in the trunk."""
     if not trunk:
         return rest
     parts = [tree["blocks"] for tree in (trunk, rest) if "blocks" in tree]
     if len(parts) == 1:
         return {**rest, **trunk}
-    blocks = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), *parts)
+    low, high = (flatten(part) for part in parts)
+    n = depth(trunk)
+    for key in high.keys() - low.keys():
+        low[key] = jnp.zeros((n, *high[key].shape[1:]), high[key].dtype)
+    blocks = unflatten({k: jnp.concatenate([low[k], high[k]]) for k in high})
     return {**rest, "embed": trunk["embed"], "blocks": blocks}
+
+
+def policy_params(base: Params, reference: Params, actor: Params) -> Params:
+    """The policy as a whole model: the actor over what it began as, on its trunk."""
+    return merge_params(base, overlay(reference, actor))
 
 
 def embed(

@@ -23,7 +23,7 @@ $(VENV)/test: $(VENV)/base
 $(VENV)-parity/ready: pyproject.toml constraints.txt
 	test -x $(VENV)-parity/bin/python || $(PYTHON) -m venv $(VENV)-parity
 	$(VENV)-parity/bin/python -m pip --disable-pip-version-check --quiet install \
-	  -c constraints.txt -e '.[quickstart,test]' torch
+	  -c constraints.txt -e '.[quickstart,test]' torch peft
 	touch $@
 
 quickstart: $(VENV)/base

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from jppo.config import Config
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -17,8 +14,8 @@ def _require(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def check(cfg: Config) -> None:
-    """Relations between settings that types cannot say. Raises ConfigError."""
+def check(cfg: Any) -> None:
+    """What a `Config` must satisfy. Raises ConfigError naming the keys."""
     ppo, kl = cfg.ppo, cfg.kl
     for key in ("batch_size", "epochs", "minibatches", "micro_batches", "head_chunk"):
         value = getattr(ppo, key)

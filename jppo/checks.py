@@ -60,16 +60,57 @@ def check(cfg: Any) -> None:
         unroll is None or unroll >= 1,
         f"policy.unroll must be at least 1 or null, got {unroll}",
     )
-    for name, lora in (("policy", cfg.policy.lora), ("critic", cfg.critic.lora)):
-        ok = lora.rank >= 0 and lora.alpha > 0
-        _require(ok, f"{name}.lora needs rank ≥ 0 and alpha > 0, got {lora}")
+    _check_lora("policy", cfg.policy.lora)
+    _check_lora("critic", cfg.critic.lora)
     _require(
         not (cfg.critic.layout == "shared" and cfg.critic.lora.rank),
         "critic.lora.rank needs critic.layout=separate: a shared critic is a head",
     )
     _require(kl.horizon > 0, f"kl.horizon must be positive, got {kl.horizon}")
-    for name, optim in (("actor", cfg.actor_optim), ("critic", cfg.critic_optim)):
-        ok = 0 <= optim.lr < float("inf")
-        _require(ok, f"{name}_optim.lr must not be negative, got {optim.lr}")
+    _check_lr("actor_optim", cfg.actor_optim.lr)
+    _check_lr("critic_optim", cfg.critic_optim.lr)
     _require(cfg.run.seed >= 0, f"run.seed must not be negative, got {cfg.run.seed}")
     _require(cfg.run.steps >= 1, f"run.steps must be at least 1, got {cfg.run.steps}")
+
+
+def _check_lora(name: str, lora: Any) -> None:
+    ok = lora.rank >= 0 and lora.alpha > 0
+    _require(ok, f"{name}.lora needs rank ≥ 0 and alpha > 0, got {lora}")
+
+
+def _check_lr(name: str, lr: float) -> None:
+    ok = 0 <= lr < float("inf")
+    _require(ok, f"{name}.lr must not be negative, got {lr}")
+
+
+def check_fit(cfg: Any) -> None:
+    """What a supervised run's settings must satisfy. Raises ConfigError."""
+    fit = cfg.fit
+    for key in ("batch_size", "micro_batches"):
+        value = getattr(fit, key)
+        _require(value >= 1, f"fit.{key} must be at least 1, got {value}")
+    _require(
+        fit.batch_size % fit.micro_batches == 0,
+        f"fit.batch_size {fit.batch_size} does not divide into fit.micro_batches"
+        f" {fit.micro_batches} equal parts",
+    )
+    _require(fit.epochs > 0, f"fit.epochs must be positive, got {fit.epochs}")
+    _require(fit.steps >= 0, f"fit.steps must not be negative, got {fit.steps}")
+    _require(
+        cfg.data.max_tokens >= 2,
+        f"data.max_tokens must be at least 2, got {cfg.data.max_tokens}",
+    )
+    _check_lora("model", cfg.model.lora)
+    _check_lr("optim", cfg.optim.lr)
+    dpo = getattr(cfg, "dpo", None)
+    if dpo is not None:
+        _require(dpo.beta > 0, f"dpo.beta must be positive, got {dpo.beta}")
+        ok = 0 <= dpo.label_smoothing < 0.5
+        _require(
+            ok, f"dpo.label_smoothing must lie in [0, 0.5), got {dpo.label_smoothing}"
+        )
+    reward = getattr(cfg, "reward", None)
+    if reward is not None:
+        _require(
+            reward.center >= 0, f"reward.center must not be negative: {reward.center}"
+        )

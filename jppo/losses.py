@@ -230,3 +230,36 @@ def bradley_terry(
     chex.assert_equal_shape([chosen, rejected])
     gap = chosen.astype(jnp.float32) - rejected.astype(jnp.float32) - margin
     return -jax.nn.log_sigmoid(gap)
+
+
+def dpo_loss(
+    logp_chosen: Float[Array, "*b"],
+    logp_rejected: Float[Array, "*b"],
+    ref_chosen: Float[Array, "*b"],
+    ref_rejected: Float[Array, "*b"],
+    *,
+    beta: Scalar = 0.1,
+    kind: str = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> Float[Array, "*b"]:
+    """Direct preference optimisation, one loss a pair, float32.
+
+        h = (log π − log π_ref)(chosen) − (log π − log π_ref)(rejected)
+        sigmoid   −(1 − ε) log σ(β h) − ε log σ(−β h)      arXiv 2305.18290, ε: cDPO
+        ipo       (h − 1 / 2β)²                            arXiv 2310.12036
+
+    Log-probs of whole responses, summed over tokens (for IPO their mean is usual).
+    Raises ValueError for an unknown kind or a smoothing outside [0, ½),
+    AssertionError when shapes differ.
+    """
+    chex.assert_equal_shape([logp_chosen, logp_rejected, ref_chosen, ref_rejected])
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must lie in [0, 0.5); got {label_smoothing}")
+    h = (logp_chosen - ref_chosen) - (logp_rejected - ref_rejected)
+    h = h.astype(jnp.float32)
+    if kind == "ipo":
+        return jnp.square(h - 1 / (2 * beta))
+    if kind != "sigmoid":
+        raise ValueError(f"unknown DPO loss {kind!r}; known: sigmoid, ipo")
+    right, wrong = jax.nn.log_sigmoid(beta * h), jax.nn.log_sigmoid(-beta * h)
+    return -(1 - label_smoothing) * right - label_smoothing * wrong

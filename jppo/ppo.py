@@ -18,6 +18,7 @@ import optax
 from jaxtyping import Array, Float, Key
 
 from jppo.config import Setup
+from jppo.gradients import keep_if, summed
 from jppo.kl import KLState, adaptive_kl, fixed_kl, paper_kl
 from jppo.losses import clip_loss, entropy_bonus, kl_loss, value_loss
 from jppo.masked import aggregate
@@ -110,23 +111,8 @@ def minibatch_gradients(
         (_, metrics), grads = gradient(trainable, setup, frozen, part, count, beta)
         return grads, metrics
 
-    if cfg.micro_batches == 1:
-        grads, sums = one(batch)
-    else:
-        parts = into_groups(batch, cfg.micro_batches)
-
-        def add(total, part):
-            grads, sums = one(part)
-            merge = lambda k, a, b: jnp.maximum(a, b) if k.endswith("_max") else a + b  # noqa: E731
-            old_grads, old = total
-            sums = {k: merge(k, old[k], v) for k, v in sums.items()}
-            return (jax.tree.map(jnp.add, old_grads, grads), sums), None
-
-        first = jax.tree.map(lambda a: a[0], parts)
-        zero = jax.tree.map(
-            lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(one, first)
-        )
-        (grads, sums), _ = jax.lax.scan(add, zero, parts)
+    parts = into_groups(batch, cfg.micro_batches)
+    grads, sums = summed(one, parts)
     tokens = jnp.maximum(batch.mask.sum(dtype=jnp.float32), 1.0)
     whole = {"policy_loss", "value_loss", "kl_loss"}
     metrics = {
@@ -155,8 +141,7 @@ def apply_gradients(
         new_opt_a,
         new_opt_c,
     )
-    kept = jax.tree.map(lambda new, old: jnp.where(ok, new, old), stepped, trees)
-    return kept, {
+    return keep_if(ok, stepped, trees), {
         "grad_norm_actor": norms[0],
         "grad_norm_critic": norms[1],
         "skipped": 1.0 - ok.astype(jnp.float32),

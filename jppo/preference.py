@@ -1,82 +1,139 @@
-"""Reward models from preferences: Bradley–Terry over all ordered pairs of a batch.
+"""Learning from preferences: reward models (Bradley–Terry) and DPO, as pure losses.
 
-    loss = −mean log σ(r_chosen − r_rejected)
+    reward   −log σ(r_chosen − r_rejected − margin) + c (r_chosen + r_rejected)²
+    DPO      −log σ(β (log-ratio of chosen − log-ratio of rejected))
 
-Each text is scored once and takes part in every pair of its batch (the trick of
-InstructGPT, arXiv 2203.02155 §3.4). The score is the scalar head at the last token.
+A reward model scores each text once and meets it in every pair of the batch that is
+known (the trick of InstructGPT, arXiv 2203.02155 §3.4). Objectives return (total,
+count, sums): what is divided once, after micro-batches and devices were added up.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jppo.config import ModelConfig
-from jppo.losses import bradley_terry
-from jppo.masked import masked_mean
-from jppo.rollout import Metrics, position_scores
-from jppo.types import Params
+from jppo.fit_config import DPOLossConfig, PairLossConfig
+from jppo.gradients import Metrics
+from jppo.logprobs import chunked_logprobs
+from jppo.losses import bradley_terry, dpo_loss
+from jppo.masked import masked_sum
+from jppo.models import transformer
+from jppo.models.lora import overlay
+from jppo.rollout import position_scores, run_trunk
+from jppo.types import FitFrozen, PairBatch, Params, RankedBatch
+
+Objective = tuple[Float[Array, ""], Float[Array, ""], Metrics]
 
 
 def pair_loss(
-    scores: Float[Array, " b"], better: Bool[Array, "b b"]
-) -> tuple[Float[Array, ""], Metrics]:
-    """Mean Bradley–Terry loss over pairs; better[i, j] says that i beats j.
+    scores: Float[Array, " b"],
+    better: Bool[Array, "b b"],
+    margin: Float[Array, "b b"] | float = 0.0,
+    *,
+    center: float = 0.0,
+) -> Objective:
+    """(total, pairs, sums) over the pairs in which better[i, j] says that i beats j.
 
-    Metrics: pair accuracy (ties count half) and the mean margin of the scores.
+    margin: by how much at least (arXiv 2307.09288 §3.2.2). center: weight of
+    (r_i + r_j)², which keeps scores around 0 (arXiv 2312.09244). Sums: right orders
+    (ties count half), gaps, and both scores' squares as `center_loss`.
     """
     gap = scores[:, None] - scores[None, :]
-    loss = bradley_terry(gap, jnp.zeros_like(gap))
+    loss = bradley_terry(gap, jnp.zeros_like(gap), margin)
+    both = jnp.square(scores[:, None] + scores[None, :])
     right = (gap > 0) + 0.5 * (gap == 0)
-    return masked_mean(loss, better), {
-        "pair_accuracy": masked_mean(right, better),
-        "score_margin": masked_mean(gap, better),
-    }
-
-
-def reward_step(
-    cfg: ModelConfig,
-    tx: optax.GradientTransformation,
-    params: Params,
-    opt_state: Any,
-    x: Array,
-    valid: Bool[Array, "b s"],
-    at: Int[Array, "b r"],
-    better: Bool[Array, "b b"],
-) -> tuple[Params, Any, Metrics]:
-    """One optimizer step of a reward model on one batch of texts.
-
-    x: token ids, or the output of the frozen trunk below `params`. at: positions of
-    each text that are read, the last one among them; a text keeps its rank at every
-    one, so all b · r readings are compared.
-    """
-    reads = at.shape[1]
-
-    def loss_fn(params):
-        scores = position_scores(cfg, params, x, valid, at).reshape(-1)
-        wide = jnp.repeat(jnp.repeat(better, reads, axis=0), reads, axis=1)
-        return pair_loss(scores, wide)
-
-    (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
-    norm = optax.tree.norm(grads)
-    updates, new_state = tx.update(grads, opt_state, params)
-    ok = jnp.isfinite(norm)
-    new, new_state = jax.tree.map(
-        lambda a, b: jnp.where(ok, a, b),
-        (optax.apply_updates(params, updates), new_state),
-        (params, opt_state),
-    )
+    total = masked_sum(loss, better) + center * masked_sum(both, better)
     return (
-        new,
-        new_state,
-        metrics
-        | {
-            "loss": loss,
-            "grad_norm": norm,
-            "skipped": 1.0 - ok.astype(jnp.float32),
+        total,
+        better.sum(dtype=jnp.float32),
+        {
+            "pair_accuracy": masked_sum(right, better),
+            "score_margin": masked_sum(gap, better),
+        },
+    )
+
+
+def reward_objective(
+    cfg: ModelConfig,
+    loss: PairLossConfig,
+    params: Params,
+    frozen: FitFrozen,
+    batch: RankedBatch,
+) -> Objective:
+    """Bradley–Terry over the pairs of a batch of texts.
+
+    A text keeps its rank wherever it is read (`batch.at`), so all b · r readings are
+    compared.
+    """
+    whole = overlay(frozen.under, params)
+    x = batch.x
+    if frozen.base:
+        x = run_trunk(cfg, frozen.base, x, batch.valid)
+    scores = position_scores(cfg, whole, x, batch.valid, batch.at)
+    reads = scores.shape[1]
+    wide = lambda a: jnp.repeat(jnp.repeat(a, reads, axis=0), reads, axis=1)  # noqa: E731
+    margin = wide(batch.margin) if loss.margin else 0.0
+    return pair_loss(scores.reshape(-1), wide(batch.better), margin, center=loss.center)
+
+
+def response_logps(
+    cfg: ModelConfig,
+    params: Params,
+    base: Params,
+    x: Array,
+    batch: PairBatch,
+    chunk: int,
+) -> Float[Array, " b2"]:
+    """Σ log π over the completion of each row."""
+    hidden = transformer.hidden_states(cfg, params, x, batch.valid)[:, :-1]
+    kernel, transposed = transformer.lm_kernel(params, base)
+    logp, _ = chunked_logprobs(
+        hidden,
+        kernel,
+        batch.tokens[:, 1:],
+        chunk=chunk,
+        transposed=transposed,
+        softcap=cfg.final_softcap,
+        entropy=False,
+    )
+    return masked_sum(logp, batch.completion[:, 1:], -1)
+
+
+def dpo_objective(
+    cfg: ModelConfig,
+    loss: DPOLossConfig,
+    params: Params,
+    frozen: FitFrozen,
+    batch: PairBatch,
+) -> Objective:
+    """DPO over the pairs of a batch; the reference is the model as it began."""
+    x = run_trunk(cfg, frozen.base, batch.tokens, batch.valid)
+    whole = overlay(frozen.under, params)
+    logp, ref = (
+        response_logps(cfg, tree, frozen.base, x, batch, loss.head_chunk)
+        for tree in (whole, frozen.under)
+    )
+    ref = jax.lax.stop_gradient(ref)
+    if loss.kind == "ipo":  # a mean over tokens, as its authors advise
+        lengths = jnp.maximum(batch.completion[:, 1:].sum(-1), 1)
+        logp, ref = logp / lengths, ref / lengths
+    pairs = logp[0::2], logp[1::2], ref[0::2], ref[1::2]
+    losses = dpo_loss(
+        *pairs, beta=loss.beta, kind=loss.kind, label_smoothing=loss.label_smoothing
+    )
+    real = batch.weight[0::2] > 0
+    won = loss.beta * (pairs[0] - pairs[2])
+    lost = loss.beta * (pairs[1] - pairs[3])
+    return (
+        masked_sum(losses, real),
+        real.sum(dtype=jnp.float32),
+        {
+            "pair_accuracy": masked_sum((won > lost) + 0.5 * (won == lost), real),
+            "reward_margin": masked_sum(won - lost, real),
+            "chosen_logp": masked_sum(pairs[0], real),
+            "rejected_logp": masked_sum(pairs[1], real),
         },
     )

@@ -19,12 +19,17 @@ import numpy as np
 from jppo.config import ModelConfig, RewardTrainConfig
 from jppo.console import Progress
 from jppo.data import DataError, Pair, encode, pad
+from jppo.fit_config import PairLossConfig
+from jppo.fit_steps import fit_steps
+from jppo.fitting import build_fit
 from jppo.job import Model, frozen_layers
 from jppo.models import transformer
-from jppo.preference import reward_step
+from jppo.order import RowOrder
+from jppo.preference import reward_objective
 from jppo.rollout import run_trunk, sequence_scores
-from jppo.state import make_optimizer
-from jppo.types import Params
+from jppo.sharding import make_mesh
+from jppo.state import init_fit, make_optimizer
+from jppo.types import FitFrozen, Params, RankedBatch
 
 PASS_TOKENS = 512  # tokens of one forward pass over many texts: kind to CPU caches
 SHOWN = {"loss": "loss", "pair_accuracy": "pair acc", "score_margin": "margin"}
@@ -32,17 +37,27 @@ SHOWN = {"loss": "loss", "pair_accuracy": "pair acc", "score_margin": "margin"}
 
 @runtime_checkable
 class Comparisons(Protocol):
-    """Texts, as (prompt, completion), and which of them beat which."""
+    """Texts, as (prompt, completion), and which of them beat which.
+
+    A pass goes over `len` rows, a text or a pair each.
+    """
 
     @property
     def texts(self) -> Sequence[tuple[str, str]]: ...
 
-    def better(self, rows: np.ndarray) -> np.ndarray:
-        """[i, j]: text rows[i] beats text rows[j]."""
+    @property
+    def per_row(self) -> int:
+        """Texts of one row, at most."""
         ...
 
-    def batches(self, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        """One pass: row numbers of each batch."""
+    def __len__(self) -> int: ...
+
+    def texts_of(self, rows: Sequence[int]) -> np.ndarray:
+        """Numbers of the texts of these rows, each once."""
+        ...
+
+    def better(self, texts: np.ndarray) -> np.ndarray:
+        """[i, j]: text texts[i] beats text texts[j]."""
         ...
 
 
@@ -59,10 +74,13 @@ class Ratings:
         r = self.ratings[rows]
         return r[:, None] - r[None, :] >= self.gap
 
-    def batches(self, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        order = rng.permutation(len(self.texts))
-        for start in range(0, len(order), size):
-            yield order[start : start + size]
+    per_row = 1
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def texts_of(self, rows: Sequence[int]) -> np.ndarray:
+        return np.unique(rows)
 
 
 class Pairs:
@@ -81,11 +99,13 @@ class Pairs:
     def better(self, rows: np.ndarray) -> np.ndarray:
         return np.array([[(i, j) in self._known for j in rows] for i in rows])
 
-    def batches(self, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        order = rng.permutation(len(self.pairs))
-        for start in range(0, len(order), max(size // 2, 1)):
-            chosen = order[start : start + max(size // 2, 1)]
-            yield np.unique([row for i in chosen for row in self.pairs[i]])
+    per_row = 2
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def texts_of(self, rows: Sequence[int]) -> np.ndarray:
+        return np.unique([text for i in rows for text in self.pairs[i]])
 
 
 class Encoded(NamedTuple):
@@ -160,16 +180,16 @@ def truncate(base: Model, layers: int | None) -> tuple[ModelConfig, Params]:
 
 
 class _Texts:
-    """Encoded texts as step inputs: trunk outputs (computed once) or token ids."""
+    """Comparisons as a source of batches: trunk outputs (computed once) or token ids."""
 
     def __init__(self, cfg, trunk, base, data, settings, bar):
+        self.data, self.settings = data, settings
         self.ids, self.begins = encode_texts(
             base.tokenizer, data.texts, settings.max_tokens
         )
         self.lengths = np.array([len(row) for row in self.ids])
         width = int(self.lengths.max())
         self.x, self.valid = pad(self.ids, width, 0, left=False)
-        self.settings = settings
         if trunk:
             fn, params = jax.jit(partial(run_trunk, cfg)), jax.device_put(trunk)
             x = np.zeros((len(self.ids), width, cfg.d_model), np.float32)
@@ -179,12 +199,27 @@ class _Texts:
                 x[rows, :w] = out[:, :w]
             self.x = x
 
-    def reads(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def batch(self, rows: Sequence[int], size: int, draw: int) -> RankedBatch:
+        """Texts that are short of `size` rows are filled up with some again, which no
+        comparison counts."""
+        texts = self.data.texts_of(rows)
+        full = np.resize(texts, size * self.data.per_row)
+        better = np.zeros((len(full), len(full)), bool)
+        better[: len(texts), : len(texts)] = self.data.better(texts)
+        rng = np.random.default_rng([self.settings.seed, draw])
+        margin = np.zeros(better.shape, np.float32)
+        host: tuple[Any, ...] = (self.x[full], self.valid[full], self._at(full, rng))
+        return RankedBatch(*host, better, margin)  # type: ignore[arg-type]
+
+    def _at(self, texts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Positions to read: the last, and random earlier ones of the completion."""
-        last = self.lengths[rows] - 1
-        begins = np.array([self.begins[i] for i in rows])
+        last = self.lengths[texts] - 1
+        begins = np.array([self.begins[i] for i in texts])
         first = np.minimum(begins + self.settings.first_read, last)
-        shape = (len(rows), self.settings.reads)
+        shape = (len(texts), self.settings.reads)
         early = rng.integers(first[:, None], last[:, None] + 1, shape)
         return np.concatenate([last[:, None], early], axis=1).astype(np.int32)
 
@@ -196,10 +231,10 @@ def train_reward(
     *,
     quiet: bool = False,
 ) -> tuple[Model, list[dict[str, float]]]:
-    """A reward model on the blocks of `base`, and its history, a dict a step.
+    """A reward model on the blocks of `base`, in memory, and its history, a dict a step.
 
-    Head weights start as N(0, 1/√(d+1)) (arXiv 2403.17031). A last batch that is
-    smaller than the others is filled up with texts that no comparison counts.
+    Head weights start as N(0, 1/√(d+1)) (arXiv 2403.17031). A last batch that reaches
+    the end of a pass goes on into the next.
     """
     settings = settings or RewardTrainConfig()
     cfg, params = truncate(base, settings.layers)
@@ -207,26 +242,23 @@ def train_reward(
     params = params | {"head": transformer.init_head(key, cfg.d_model)}
     cut = frozen_layers(cfg, settings.train_layers, "train_layers")
     trunk, top = transformer.split_params(params, cut)
-    rng, size = np.random.default_rng(settings.seed), settings.batch_size
-    epochs = [list(data.batches(size, rng)) for _ in range(settings.epochs)]
-    steps = sum(map(len, epochs))
+    rows = max(settings.batch_size // data.per_row, 1)
+    steps = settings.epochs * -(-len(data) // rows)
     tx = make_optimizer(settings.optim, steps)
-    top = jax.tree.map(jnp.asarray, top)
-    opt_state, history = tx.init(top), []
-    step_fn = jax.jit(partial(reward_step, cfg, tx), donate_argnums=(0, 1))
+    state, frozen = init_fit(tx, top), FitFrozen(base={}, under={})
+    objective = partial(reward_objective, cfg, PairLossConfig())
+    run = build_fit(objective, tx, make_mesh({}, jax.devices()[:1]), state, frozen)
+    state, frozen = run.place(state, frozen)
+    history: list[dict[str, float]] = []
     with Progress(steps, title="reward model", quiet=quiet, keys=SHOWN) as bar:
         texts = _Texts(cfg, trunk, base, data, settings, bar)
         bar.phase("train")
-        for rows in (rows for batches in epochs for rows in batches):
-            better = np.zeros((size, size), bool)
-            better[: len(rows), : len(rows)] = data.better(rows)
-            full = np.resize(rows, size)
-            at = texts.reads(full, rng)
-            top, opt_state, metrics = step_fn(
-                top, opt_state, texts.x[full], texts.valid[full], at, better
-            )
+        order = RowOrder(len(texts), seed=settings.seed)
+        for step, state, metrics in fit_steps(  # noqa: B007, the last state is used
+            run, state, frozen, texts, order, rows=rows, steps=steps
+        ):
             history.append({k: float(v) for k, v in metrics.items()})
-            if len(history) % max(steps // 12, 1) == 0 or len(history) == steps:
-                bar.step(len(history), history[-1])
-    whole = transformer.merge_params(trunk, top)
+            if step % max(steps // 12, 1) == 0 or step == steps:
+                bar.step(step, history[-1])
+    whole = transformer.merge_params(trunk, state.params)
     return Model(cfg, whole, base.tokenizer), history

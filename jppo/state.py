@@ -16,7 +16,7 @@ from jaxtyping import Array, Key
 from jppo.config import LoraConfig, OptimConfig, Setup
 from jppo.models import transformer
 from jppo.models.lora import init_adapter, overlay, split_adapter
-from jppo.types import Frozen, Params, TrainState
+from jppo.types import FitState, Frozen, Params, TrainState
 
 
 class Optimizers(NamedTuple):
@@ -89,6 +89,12 @@ def init_state(
         key=key,
         step=jnp.int32(0),
     )
+
+
+def init_fit(tx: optax.GradientTransformation, params: Params) -> FitState:
+    """Step 0 of a fit: zero moments around what learns."""
+    params = jax.tree.map(jnp.asarray, params)
+    return FitState(params=params, opt=tx.init(params), step=jnp.int32(0))
 
 
 def init_trees(

@@ -87,3 +87,55 @@ class TrainState:
     beta: Float[Array, ""]
     key: Key[Array, ""]
     step: Int[Array, ""]
+
+
+@struct.dataclass
+class FitState:
+    """All that changes while one model is fitted: what learns, and its moments."""
+
+    params: Params
+    opt: Any
+    step: Int[Array, ""]
+
+
+@struct.dataclass
+class FitFrozen:
+    """What a fitted model stands on: a trunk, and what its leaves are laid over.
+
+    Either may be empty. `under` is also the model as it began: DPO's reference.
+    """
+
+    base: Params
+    under: Params
+
+
+@struct.dataclass
+class TokenBatch:
+    """Texts to learn from; several may stand in a row, told apart by `segments`."""
+
+    tokens: Int[Array, "*n b s"]
+    valid: Bool[Array, "*n b s"]
+    trained: Bool[Array, "*n b s"]  # tokens to be predicted
+    segments: Int[Array, "*n b s"]
+
+
+@struct.dataclass
+class PairBatch:
+    """Chosen and rejected texts in turns: row 2i beats row 2i + 1."""
+
+    tokens: Int[Array, "*n b2 s"]
+    valid: Bool[Array, "*n b2 s"]
+    completion: Bool[Array, "*n b2 s"]
+    weight: Float[Array, "*n b2"]  # 0: padding
+    margin: Float[Array, "*n b2"]
+
+
+@struct.dataclass
+class RankedBatch:
+    """Texts of which some beat others; x: token ids or a trunk's output."""
+
+    x: Array
+    valid: Bool[Array, "*n b s"]
+    at: Int[Array, "*n b r"]  # positions that are read
+    better: Bool[Array, "*n b b"]  # [i, j]: text i beats text j
+    margin: Float[Array, "*n b b"]

@@ -11,12 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "jppo"
 LADDER = [
-    "model_config checks config types masked settings sharding",
+    "model_config checks config fit_config types masked settings sharding",
     "logprobs advantages kl losses sampling",
     "models models.*",
-    "state decode",
-    "rollout ppo preference",
-    "programs",
+    "state decode gradients",
+    "rollout ppo preference sft",
+    "programs fitting",
     "data rewards checkpoint metrics console assets report report.*",
     "job loop steplog reward_loop evaluation movie_reviews",
     "cli quickstart __init__",
@@ -25,6 +25,7 @@ LADDER = [
 BASE = {k: set() for k in ("masked", "model_config", "checks", "types", "sharding")} | {
     "config": {"model_config", "checks"},
     "settings": {"config"},
+    "fit_config": {"model_config", "checks", "config"},
 }
 LINES, FUNCTION, LONG = 300, 60, {"loop.run": 120, "loop.train": 120}
 

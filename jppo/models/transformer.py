@@ -27,10 +27,17 @@ Params = dict[str, Any]
 SHALLOW = 4  # blocks; a stack of no more is unrolled whole unless told otherwise
 
 
-def positions_of(mask: Bool[Array, "b t"]) -> Int[Array, "b t"]:
-    """Position of each token among the valid ones: cumsum(mask) − mask."""
+def positions_of(
+    mask: Bool[Array, "b t"], segments: Int[Array, "b t"] | None = None
+) -> Int[Array, "b t"]:
+    """Position of each token among the valid ones (of its segment): cumsum − mask."""
     m = mask.astype(jnp.int32)
-    return jnp.cumsum(m, axis=-1) - m
+    count = jnp.cumsum(m, axis=-1) - m
+    if segments is None:
+        return count
+    new = jnp.diff(segments, axis=-1, prepend=segments[:, :1] - 1) != 0
+    start = jax.lax.cummax(jnp.where(new, count, 0), axis=1)
+    return count - start
 
 
 def views(
@@ -184,27 +191,35 @@ def final_norm(cfg: ModelConfig, params: Params, x: Array) -> Array:
 
 
 def hidden_states(
-    cfg: ModelConfig, params: Params, x: Array, mask: Bool[Array, "b t"]
+    cfg: ModelConfig,
+    params: Params,
+    x: Array,
+    mask: Bool[Array, "b t"],
+    segments: Int[Array, "b t"] | None = None,
 ) -> Float[Array, "b t d"]:
     """Runs the part of the model that `params` holds, causally, over valid tokens.
 
     x: token ids `[b, t]` where the tree has an embedding, else the output `[b, t, d]`
-    of the trunk below. mask: False at padding, on either side. The result is
-    normalised when the tree has the final norm.
+    of the trunk below. mask: False at padding, on either side. Texts that share a row
+    have a number each in `segments`: none sees another, positions begin anew. The
+    result is normalised when the tree has the final norm.
     """
     if ("embed" in params) != (x.ndim == 2):
         raise ValueError(
             "a tree with an embedding takes token ids [b, t], one without takes hidden"
             f" states [b, t, d]; got keys {sorted(params)} and shape {x.shape}"
         )
-    positions, n = positions_of(mask), depth(params)
+    positions, n = positions_of(mask, segments), depth(params)
     first = 0 if "embed" in params else cfg.n_layers - n
     if "embed" in params:
         x = embed(cfg, params, x, positions)
     if n:
         column = jnp.arange(mask.shape[1])
         distance = column[:, None] - column[None, :]
-        at = views(cfg, positions, (distance >= 0) & mask[:, None], distance)
+        seen = (distance >= 0) & mask[:, None]
+        if segments is not None:
+            seen = seen & (segments[:, :, None] == segments[:, None, :])
+        at = views(cfg, positions, seen, distance)
         x = run_blocks(cfg, params["blocks"], x, at, first)
     return final_norm(cfg, params, x) if "norm" in params else x
 

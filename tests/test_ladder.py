@@ -17,7 +17,8 @@ LADDER = [
     "state decode",
     "rollout ppo preference",
     "programs",
-    "data rewards checkpoint metrics console assets report report.*",
+    "readers order tokens chat examples data rewards checkpoint metrics console assets"
+    " report report.*",
     "job loop steplog reward_loop evaluation movie_reviews",
     "cli quickstart __init__",
 ]
@@ -162,7 +163,8 @@ def test_importing_jppo_does_nothing_expensive():
     code = """
         import sys
         import jppo
-        heavy = {"matplotlib", "transformers", "tensorboardX", "orbax", "torch"}
+        heavy = {"matplotlib", "transformers", "tensorboardX", "orbax", "torch",
+                 "grain", "pyarrow", "jinja2"}
         print(sorted(heavy & {name.split(".")[0] for name in sys.modules}))
         bridge = sys.modules.get("jax._src.xla_bridge")
         print(bool(bridge and bridge._backends))

@@ -94,7 +94,9 @@ class SamplingConfig:
     top_p: float = opt(1.0, "keep the smallest set of probability p (sampling only)")
     min_p: float = opt(0.0, "drop tokens below min_p × the likeliest (sampling only)")
     stop: tuple[str, ...] = opt(
-        (), "single-token texts that end a response, besides EOS"
+        (),
+        "texts that end a response, besides EOS: one token on the device; several are"
+        " looked for on the host, and what comes after is dropped (not run.fused)",
     )
 
 
@@ -163,8 +165,8 @@ class MeshConfig:
 class DataConfig:
     """Prompts."""
 
-    prompts: str = opt("", "JSONL file with a prompt a line")
-    column: str = opt("prompt", "its column with the prompt text")
+    prompts: str = opt("", "prompts: JSON lines, Parquet, or a saved `datasets` folder")
+    column: str = opt("prompt", "its column with the prompt, text or chat messages")
     max_prompt_tokens: int = opt(0, "prompt slots; 0 = the longest prompt")
     overlong: Literal["error", "drop"] = opt("error", "what to do with longer prompts")
     shuffle: bool = opt(True, "a new order every pass")
@@ -238,3 +240,4 @@ class Setup:
     critic_frozen: int | None = None
     reward_on_critic_base: bool = False
     reward_lora: LoraConfig = LoraConfig()  # of a reward model that is an adapter
+    stop_strings: tuple[str, ...] = ()  # of several tokens: the host cuts there

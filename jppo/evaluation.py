@@ -18,7 +18,7 @@ from jppo import rewards
 from jppo.data import PromptData
 from jppo.programs import Programs
 from jppo.rewards import RewardFn
-from jppo.steplog import completions
+from jppo.steplog import completions, ended
 from jppo.types import Frozen, TrainState
 
 
@@ -81,10 +81,12 @@ def evaluate(
     texts: list[str] = []
     parts: dict[str, list[np.ndarray]] = {"reward": [], "kl": [], "length": []}
     for indices, batch in prompts.batches(size):
-        rolled = progs.generate(state, frozen, progs.put(batch))
+        rolled = ended(
+            progs, tokenizer, progs.generate(state, frozen, progs.put(batch))
+        )
         found = completions(tokenizer, rolled)[: len(indices)]
         texts += found
-        asked = [prompts.texts(indices), found, prompts.columns(indices)]
+        asked = [prompts.prompts(indices), found, prompts.columns(indices)]
         scores = ()
         if reward_fn is not None:
             values = np.zeros(size, np.float32)

@@ -77,7 +77,9 @@ class TextSource:
     ):
         self.examples, self.pad_id = examples, pad_id
         lengths = [len(e.ids) for e in examples]
-        self.bins = pack(lengths, width) if packing else [[i] for i in range(len(examples))]
+        self.bins = (
+            pack(lengths, width) if packing else [[i] for i in range(len(examples))]
+        )
         self.width = width if packing else max(lengths)
 
     def __len__(self) -> int:
@@ -114,7 +116,9 @@ class _Pairs:
         shape = (2 * size, self.width)
         tokens = np.full(shape, self.pad_id, np.int32)
         valid, trained = np.zeros(shape, bool), np.zeros(shape, bool)
-        texts = [e for i in rows for e in (self.pairs[i].chosen, self.pairs[i].rejected)]
+        texts = [
+            e for i in rows for e in (self.pairs[i].chosen, self.pairs[i].rejected)
+        ]
         for r, (ids, marks) in enumerate(texts):
             tokens[r, : len(ids)], trained[r, : len(ids)] = ids, marks
             valid[r, : len(ids)] = True

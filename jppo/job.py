@@ -14,12 +14,13 @@ import jax
 
 from jppo import rewards
 from jppo.config import Config, ConfigError, ModelConfig, Setup
-from jppo.data import PromptData, pad_token_id, read_rows, stop_token_ids
+from jppo.data import PromptData, PromptRow, read_rows
 from jppo.models.gguf import gguf_tokenizer, load_gguf
 from jppo.models.hf import load_hf
 from jppo.models.tokenizer import load_tokenizer
 from jppo.rewards import RewardFn
 from jppo.state import init_state, init_trees
+from jppo.tokens import pad_token_id, stop_strings, stop_token_ids
 from jppo.types import Frozen, Params, TrainState
 
 
@@ -132,14 +133,25 @@ def make_setup(
         ),
         critic_frozen=cut,
         reward_on_critic_base=from_reward,
+        stop_strings=_stop_strings(cfg, policy),
     )
+
+
+def _stop_strings(cfg: Config, policy: Model) -> tuple[str, ...]:
+    found = stop_strings(policy.tokenizer, cfg.sampling.stop)
+    if found and cfg.run.fused:
+        raise ConfigError(
+            f"sampling.stop text {found[0]!r} is several tokens, for which the host"
+            " must look: set run.fused=false, or use texts of one token"
+        )
+    return found
 
 
 def prepare(
     cfg: Config,
     *,
     policy: str | Path | Model | None = None,
-    prompts: Sequence[str | dict[str, Any]] | None = None,
+    prompts: Sequence[PromptRow] | None = None,
     reward_fn: RewardFn | None = None,
     reward_model: str | Path | Model | None = None,
 ) -> Job:
@@ -156,8 +168,8 @@ def prepare(
         raise ConfigError("run.fused=true needs a reward model, not a Python function")
     if prompts is None:
         if not cfg.data.prompts:
-            raise ConfigError("data.prompts is not set: give a JSONL file of prompts")
-        prompts = read_rows(cfg.data.prompts, (cfg.data.column,))
+            raise ConfigError("data.prompts is not set: give a file of prompts")
+        prompts = read_rows(cfg.data.prompts)
     model = load_model(policy or cfg.policy.path, cfg.policy.dtype)
     if model.tokenizer is None:
         raise ConfigError(
@@ -179,6 +191,8 @@ def prepare(
         room=model.config.max_positions - cfg.sampling.max_new_tokens,
         seed=cfg.run.seed,
     )
+    if reward_fn is not None:
+        rewards.check_columns(reward_fn, data.names)
     scorer = None if reward_model is None else load_model(reward_model)
     if scorer is not None and "head" not in scorer.params:
         raise ConfigError(

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from jppo import programs, settings
+from jppo import programs, rewards, settings
 from jppo.checkpoint import Checkpoints, identity
 from jppo.config import Config, ConfigError
 from jppo.console import Progress
+from jppo.data import PromptRow
 from jppo.job import Job, Model, prepare
 from jppo.metrics import MetricWriter, read_jsonl
 from jppo.models import transformer
 from jppo.rewards import RewardFn
-from jppo.steplog import StepLog
+from jppo.steplog import StepLog, ended
 from jppo.types import TrainState
 
 
@@ -39,7 +40,7 @@ def train(
     config: Config | dict[str, Any] | None = None,
     *,
     policy: str | Path | Model | None = None,
-    prompts: Sequence[str | dict[str, Any]] | None = None,
+    prompts: Sequence[PromptRow] | None = None,
     reward_fn: RewardFn | None = None,
     reward_model: str | Path | Model | None = None,
     steps: int | None = None,
@@ -48,11 +49,12 @@ def train(
 ) -> Result:
     """Trains a policy with PPO; every argument but `config` overrides its setting.
 
-    policy, reward_model: a Hugging Face directory or a `Model`. prompts: strings, or
-    dicts whose other columns are passed on to `reward_fn(prompts, completions,
-    **columns) -> list[float]`. yardsticks: functions of the same form that are logged
-    and never trained on. A folder that already holds this run is continued from its
-    last checkpoint. Raises ConfigError, DataError or RewardError with one line.
+    policy, reward_model: a Hugging Face directory or a `Model`. prompts: strings,
+    lists of chat messages, or dicts whose other columns are passed on to
+    `reward_fn(prompts, completions, **columns) -> list[float]`. yardsticks: functions
+    of the same form that are logged and never trained on. A folder that already holds
+    this run is continued from its last checkpoint. Raises ConfigError, DataError or
+    RewardError with one line.
     """
     cfg = config if isinstance(config, Config) else settings.from_dict(config or {})
     if steps is not None:
@@ -75,6 +77,8 @@ def run(
     on_step: Callable[[int, dict[str, float]], None] | None = None,
 ) -> Result:
     """Runs a prepared job to its last step, or from its last checkpoint on."""
+    for fn in (yardsticks or {}).values():
+        rewards.check_columns(fn, job.prompts.names)
     cfg, progs = job.setup.config, progs or programs.build(job.setup)
     folder = Path(cfg.run.folder)
     state, frozen = progs.place(job.state, job.frozen)
@@ -110,6 +114,7 @@ def run(
                     state, metrics, rolled = progs.iteration(state, frozen, batch)
                 else:
                     rolled = progs.generate(state, frozen, batch)
+                    rolled = ended(progs, job.policy.tokenizer, rolled)
                     asked = job.reward_fn is not None
                     scores = (progs.put(log.scores(rolled, indices)),) if asked else ()
                     experience, metrics = progs.score(state, frozen, rolled, *scores)

@@ -1,13 +1,15 @@
 """User code that scores text: found, called with a time limit, and checked.
 
 A reward function is `f(prompts, completions, **columns) -> list[float]`, one finite
-number a completion. Whatever else it does is one clear line that names the sample.
+number a completion. prompts are as they were given, texts or lists of messages;
+completions are texts. Whatever else it does is one clear line that names the sample.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -57,9 +59,43 @@ def find_function(spec: str) -> RewardFn:
     return getattr(module, name)
 
 
+def check_columns(fn: RewardFn, columns: Sequence[str]) -> None:
+    """Whether a reward function takes the columns of the prompts, before it is asked.
+
+    Raises ConfigError naming the columns and the function's parameters.
+    """
+    name = getattr(fn, "__name__", repr(fn))
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some functions of C have none
+        return
+    takes = f"{name}({', '.join(map(str, signature.parameters.values()))})"
+    kind = inspect.Parameter
+    kinds = {k: p.kind for k, p in signature.parameters.items()}
+    places = [k for k, v in kinds.items() if v <= kind.POSITIONAL_OR_KEYWORD]
+    named = {k for k in places[2:] if kinds[k] != kind.POSITIONAL_ONLY}
+    named |= {k for k, v in kinds.items() if v == kind.KEYWORD_ONLY}
+    first = {k for k in places[:2] if kinds[k] != kind.POSITIONAL_ONLY}
+    open_ended = kind.VAR_KEYWORD in kinds.values()
+    odd = [c for c in columns if c in first or not (c in named or open_ended)]
+    if odd:
+        raise ConfigError(
+            f"the reward function {takes} does not take the column(s)"
+            f" {', '.join(odd)} of the prompts: add **columns to its parameters, or"
+            " leave the columns out"
+        )
+    try:
+        signature.bind([], [], **dict.fromkeys(columns))
+    except TypeError as error:
+        raise ConfigError(
+            f"the reward function {takes} cannot be called with prompts, completions"
+            f" and the column(s) {', '.join(columns) or '(none)'}: {error}"
+        ) from None
+
+
 def call(
     fn: RewardFn,
-    prompts: Sequence[str],
+    prompts: Sequence[Any],
     completions: Sequence[str],
     columns: dict[str, list[Any]] | None = None,
     *,
@@ -98,7 +134,7 @@ def call(
 
 
 def _checked(
-    name: str, value: Any, prompts: Sequence[str], completions: Sequence[str]
+    name: str, value: Any, prompts: Sequence[Any], completions: Sequence[str]
 ) -> np.ndarray:
     unordered = isinstance(value, (str, bytes, dict, set, frozenset))
     single = not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
@@ -118,7 +154,7 @@ def _checked(
         if not np.isfinite(number):
             raise RewardError(
                 f"reward function {name} returned {repr(item)[:60]} for sample {i}:"
-                f" prompt {prompts[i][:60]!r}, completion {completions[i][:60]!r}"
+                f" prompt {str(prompts[i])[:60]!r}, completion {completions[i][:60]!r}"
             )
         scores[i] = number
     return scores

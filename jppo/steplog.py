@@ -14,7 +14,9 @@ import numpy as np
 
 from jppo import rewards
 from jppo.config import ConfigError
+from jppo.programs import Programs
 from jppo.rewards import RewardFn
+from jppo.tokens import trim_rollout
 from jppo.types import Rollout
 
 
@@ -24,6 +26,22 @@ def completions(tokenizer: Any, rollout: Rollout) -> list[str]:
     tokens = tokens[:, -mask.shape[1] :]
     rows = [row[keep] for row, keep in zip(tokens, mask, strict=True)]
     return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+def ended(progs: Programs, tokenizer: Any, rollout: Rollout) -> Rollout:
+    """The rollout, cut at stop strings where some are set, back on the device."""
+    setup = progs.setup
+    if not setup.stop_strings:
+        return rollout
+    return progs.put(
+        trim_rollout(
+            tokenizer,
+            rollout,
+            setup.stop_strings,
+            stop_ids=setup.stop_ids,
+            pad_id=setup.pad_id,
+        )
+    )
 
 
 class StepLog:
@@ -43,7 +61,7 @@ class StepLog:
         data = self.job.prompts
         return rewards.call(
             fn,
-            data.texts(indices),
+            data.prompts(indices),
             completions(self.job.policy.tokenizer, rolled),
             data.columns(indices),
             timeout=self.job.setup.config.reward.timeout,

@@ -8,17 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_stub import make_tokenizer
 
-from jppo.config import ConfigError, DataConfig
+from jppo.config import DataConfig
 from jppo.data import (
     DataError,
     Pair,
     PromptData,
-    encode,
-    pad,
-    pad_token_id,
     read_pairs,
     read_rows,
-    stop_token_ids,
 )
 
 PAD = 9
@@ -94,7 +90,7 @@ def test_a_bad_row_names_file_and_line(tmp_path, row, says):
 def test_a_file_without_rows_is_an_error(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         read_rows(tmp_path / "rows.jsonl", ["prompt"])
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="neither Parquet files nor"):
         read_rows(tmp_path, ["prompt"])
     with pytest.raises(DataError, match="no rows"):
         read_rows(lines(tmp_path, "", raw=True), ["prompt"])
@@ -145,16 +141,6 @@ def test_passes_and_seeds_differ_in_order():
 # Arrays
 
 
-def test_pad_on_either_side():
-    tokens, mask = pad([[1, 2], [], [3, 4, 5]], 3, PAD, left=True)
-    assert tokens.tolist() == [[PAD, 1, 2], [PAD] * 3, [3, 4, 5]]
-    assert mask.tolist() == [[False, True, True], [False] * 3, [True] * 3]
-    tokens, mask = pad([[1, 2], []], 3, PAD, left=False)
-    assert tokens.tolist() == [[1, 2, PAD], [PAD] * 3]
-    assert mask.tolist() == [[True, True, False], [False] * 3]
-    assert (tokens.dtype, mask.dtype) == (np.int32, np.bool_)
-
-
 def test_prompts_are_left_padded_to_the_longest():
     data = prompt_data(["red", "red green blue", "blue one"])
     batch = data.batch([2, 0])
@@ -199,7 +185,8 @@ def test_columns_travel_with_their_rows():
     data = prompt_data(rows)
     assert data.texts([2, 0]) == ["blue", "red"]
     assert data.columns([2, 0]) == {"answer": [None, 3], "id": [None, "x"]}
-    assert data.columns([2]) == {}
+    assert data.columns([2]) == {"answer": [None], "id": [None]}
+    assert data.names == ["answer", "id"]
     assert prompt_data([{"q": "red", "prompt": 1}], column="q").columns([0]) == {
         "prompt": [1]
     }
@@ -222,7 +209,7 @@ def test_a_dropped_row_takes_its_columns_with_it():
         ([], "list of prompts is empty"),
         ((), "list of prompts is empty"),
         ("red green", "must be a list of strings, got 'red green'"),
-        (["red", ""], "prompt 1 is empty: ''"),
+        (["red", ""], "prompt 1 is empty"),
         (["red", "  \n "], "prompt 1 is empty"),
         (["red", {"prompt": None}], "prompt 1: column 'prompt' must be .* got None"),
         (["red", {"prompt": 3}], "prompt 1: .* got 3"),
@@ -254,45 +241,67 @@ def test_a_window_without_room_names_the_setting():
     assert prompt_data(["red"], room=1).width == 1
 
 
-# Tokens
+# Chats
+
+CHAT = (
+    "{% for m in messages %}<s> {{ m.role }} {{ m.content }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<s> assistant {% endif %}"
+)
 
 
-def test_exactly_one_bos():
-    """Where the tokenizer adds one, and where the text brings its own."""
-    adds, plain = make_tokenizer(add_bos=True), make_tokenizer()
-    assert encode(plain, ["red", "green"]) == [[3], [4]]
-    assert encode(adds, ["red", "<s> red", ""]) == [[1, 3], [1, 3], [1]]
-    assert encode(adds, ["red <s> <s>"]) == [[1, 3, 1, 1]]
-    data = prompt_data(["<s> red", "green blue"], adds)
+def chatty(**kwargs):
+    tokenizer = make_tokenizer(**kwargs)
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_prompts_of_messages_end_where_the_assistant_begins():
+    rows = [{"prompt": user("red"), "answer": 1}, {"prompt": "blue"}]
+    data = prompt_data(rows, chatty())
+    assert data.texts([0, 1]) == ["<s> user red </s> <s> assistant ", "blue"]
+    assert data.prompts([1, 0]) == ["blue", user("red")]  # as they were given
+    assert data.columns([0]) == {"answer": [1]}
+    assert data.batch([0]).tokens.tolist() == [[1, 2, 3, 0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "rows", [[user("red")], [{"prompt": user("red")}], [{"messages": user("red")}]]
+)
+def test_a_chat_may_come_bare_or_in_either_column(rows):
+    data = prompt_data(rows, chatty())
+    assert data.prompts([0]) == [user("red")] and data.names == []
+
+
+def test_a_prompt_has_one_bos_whoever_writes_it():
+    data = prompt_data(["<s> red", "green blue"], make_tokenizer(add_bos=True))
     assert data.batch([0, 1]).tokens.tolist() == [[PAD, 1, 3], [1, 4, 5]]
+    chat = prompt_data([user("red")], chatty(add_bos=True))
+    assert chat.ids == [[1, 2, 3, 0, 1, 2]]
 
 
-def test_stop_tokens():
-    tok = make_tokenizer()
-    assert stop_token_ids(tok, ()) == (0,)
-    assert stop_token_ids(tok, ("blue", "</s>", "red", "blue")) == (0, 5, 3)
-    assert stop_token_ids(make_tokenizer(add_bos=True), ("blue",)) == (0, 5)
-    with pytest.raises(ConfigError, match="'red blue' is 2 tokens, it must be one"):
-        stop_token_ids(tok, ("blue", "red blue"))
-    with pytest.raises(ConfigError, match="'' is 0 tokens"):
-        stop_token_ids(tok, ("",))
+def test_a_chat_that_cannot_be_written_names_its_row(tmp_path):
+    path = lines(tmp_path, {"prompt": "red"}, {"prompt": user("red")})
+    with pytest.raises(DataError, match=r"rows.jsonl:2: the tokenizer has no chat t"):
+        prompt_data(read_rows(path))
+    with pytest.raises(DataError, match="prompt 1: the last message is the assistant"):
+        said = [*user("red"), {"role": "assistant", "content": "blue"}]
+        prompt_data([user("red"), said], chatty())
 
 
-def test_a_stop_text_outside_the_vocabulary_is_an_error():
-    """It would stop at every unknown token."""
-    with pytest.raises(ConfigError, match="'purple'"):
-        stop_token_ids(make_tokenizer(), ("purple",))
+# Pairs
 
 
-def test_a_tokenizer_without_eos_needs_a_stop_text():
-    bare = make_tokenizer(eos=None)
-    with pytest.raises(ConfigError, match="no EOS token: give sampling.stop"):
-        stop_token_ids(bare, ())
-    assert stop_token_ids(bare, ("blue",)) == (5,)
-
-
-def test_padding_without_a_pad_token_is_a_stop_token():
-    assert pad_token_id(make_tokenizer(), (0, 5)) == 0
-    assert pad_token_id(make_tokenizer(eos=None), (5,)) == 5
-    assert pad_token_id(make_tokenizer(pad="green"), (0,)) == 4
-    assert pad_token_id(make_tokenizer(pad="</s>"), (5,)) == 0
+def test_pairs_of_chats_need_a_tokenizer(tmp_path):
+    says = [{"role": "assistant", "content": text} for text in ("one", "two")]
+    row = {"prompt": user("red"), "chosen": says[:1], "rejected": says[1:]}
+    path = lines(tmp_path, row | {"margin": 2}, {"chosen": "one", "rejected": "two"})
+    chat, text = read_pairs(path, chatty())
+    prompt = "<s> user red </s> <s> assistant "
+    assert chat == Pair(prompt, "one </s>", "two </s>", 2.0)
+    assert text == Pair("", "one", "two", 0.0)
+    with pytest.raises(DataError, match="rows.jsonl:1: .* give a tokenizer"):
+        read_pairs(path)

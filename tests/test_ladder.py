@@ -17,8 +17,9 @@ LADDER = [
     "state decode gradients",
     "rollout ppo preference sft",
     "programs fitting",
-    "data rewards checkpoint metrics console assets report report.*",
-    "job loop steplog reward_loop evaluation movie_reviews",
+    "readers order tokens chat examples data rewards checkpoint metrics console assets"
+    " report report.* fit_data",
+    "job loop steplog fit_steps fit_loop reward_loop evaluation movie_reviews",
     "cli quickstart __init__",
 ]
 # Within the vocabulary, and beside it: who may lean on a neighbour.
@@ -163,7 +164,8 @@ def test_importing_jppo_does_nothing_expensive():
     code = """
         import sys
         import jppo
-        heavy = {"matplotlib", "transformers", "tensorboardX", "orbax", "torch"}
+        heavy = {"matplotlib", "transformers", "tensorboardX", "orbax", "torch",
+                 "grain", "pyarrow", "jinja2"}
         print(sorted(heavy & {name.split(".")[0] for name in sys.modules}))
         bridge = sys.modules.get("jax._src.xla_bridge")
         print(bool(bridge and bridge._backends))

@@ -13,6 +13,7 @@ from typing import Any
 from jppo.config import ModelConfig
 from jppo.models.families import FAMILIES, Family
 from jppo.models.hf_rope import rope_from_json, rope_to_json
+from jppo.models.tokenizer import special_token_ids
 
 ACTS = {
     "silu": "silu",
@@ -219,10 +220,7 @@ def config_to_json(
     if cfg.family not in FAMILIES:
         raise ValueError(f"family {cfg.family!r} is not one of {', '.join(FAMILIES)}")
     family = FAMILIES[cfg.family]
-    ids = {
-        key: None if tokenizer is None else getattr(tokenizer, key)
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
+    ids = special_token_ids(tokenizer)
     act = "gelu_pytorch_tanh" if cfg.act == "gelu_tanh" else cfg.act
     config: dict[str, Any] = {
         "architectures": [family.scorer_class if head else family.causal_class],

@@ -6,11 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hf_dirs import CFG, edit_config, random_params
 
+from jppo.chat import render_prompt
+from jppo.examples import encode_example
 from jppo.models.hf import save_hf
-from jppo.models.tokenizer import import_transformers, load_tokenizer
+from jppo.models.tokenizer import (
+    eos_token_ids,
+    import_transformers,
+    load_tokenizer,
+)
+from jppo.tokens import encode, stop_strings, stop_token_ids, trim_at_stop_strings
 
 TEXTS = [
     "Hello world",
@@ -49,6 +57,35 @@ def test_saved_with_the_model(tmp_path):
     generation = json.loads((tmp_path / "m/generation_config.json").read_text())
     assert config["eos_token_id"] == generation["eos_token_id"] == 0
     assert config["bos_token_id"] is None and "bos_token_id" not in generation
+
+
+def test_every_eos_of_the_model_is_kept(tmp_path):
+    """The files beside the tokenizer, as `transformers` reads them; its own first."""
+    folder = tmp_path / "m"
+    save_hf(folder, CFG, random_params(CFG), tiny_tokenizer(eos_token="<eos>"))
+    assert eos_token_ids(load_tokenizer(folder)) == (0,)
+    edit_config(folder, eos_token_id=[3, 0, 2])
+    assert eos_token_ids(load_tokenizer(folder)) == (0,)  # the other file has one
+    (folder / "generation_config.json").unlink()
+    assert eos_token_ids(load_tokenizer(folder)) == (0, 3, 2)
+    generation = folder / "generation_config.json"
+    generation.write_text('{"eos_token_id": null}')
+    assert eos_token_ids(load_tokenizer(folder)) == (0, 3, 2)
+    generation.write_text('{"eos_token_id": 5}')
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.eos_token_id, eos_token_ids(tokenizer)) == (0, (0, 5))
+    assert tokenizer.pad_token_id == 0
+    save_hf(tmp_path / "again", CFG, random_params(CFG), tokenizer)
+    assert eos_token_ids(load_tokenizer(tmp_path / "again")) == (0, 5)
+    assert stop_token_ids(load_tokenizer(tmp_path / "again"), ["a"]) == (0, 5, 1)
+
+
+@pytest.mark.parametrize("eos", ['"</s>"', "[2, true]", "[-1]", "{}"])
+def test_an_eos_that_is_no_id_is_an_error(tmp_path, eos):
+    tiny_tokenizer(eos_token="<eos>").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {eos}}}')
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id is"):
+        load_tokenizer(tmp_path)
 
 
 def test_missing_pad_is_eos(tmp_path):
@@ -168,3 +205,41 @@ def test_smollm2_special_tokens(smollm2_dir):
     ids = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     assert ids == (1, 2, 2)
     assert tokenizer.decode([1, 26843, 2], skip_special_tokens=True) == "Hi"
+
+
+CHAT = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "4."},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": "assistant", "content": "6, of course."},
+]
+
+
+def test_smollm2_chats(smollm2_dir):
+    """The marks are exactly on what the policy says, up to its end of turn."""
+    tokenizer = load_tokenizer(smollm2_dir)
+    example = encode_example(tokenizer, {"messages": CHAT})
+    whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert tokenizer.decode(example.ids) == whole
+    said = [i for i, on in zip(example.ids, example.trained, strict=True) if on]
+    assert tokenizer.decode(said) == "4.<|im_end|>\n6, of course.<|im_end|>\n"
+    prompt = render_prompt(tokenizer, CHAT[:3])
+    assert whole.startswith(prompt) and prompt.endswith("<|im_start|>assistant\n")
+    (ids,) = encode(tokenizer, [prompt])
+    assert ids == example.ids[: len(ids)] and ids[:2] != [1, 1]
+
+
+@pytest.mark.parametrize("stop", ["\nUser:", "and so on", "日本", "<|im_end|>\n"])
+def test_smollm2_stop_strings(smollm2_dir, stop):
+    """Wherever token borders lie: the fewest tokens that hold the string are kept."""
+    tokenizer = load_tokenizer(smollm2_dir)
+    assert stop_strings(tokenizer, (stop,)) == (stop,)
+    text = f"naïve 🙂{stop}, then more and {stop} again."
+    ids = np.array(encode(tokenizer, [text]))
+    mask = np.ones_like(ids, bool)
+    cut, which = trim_at_stop_strings(tokenizer, ids, mask, ["never", stop])
+    kept = ids[0][cut[0]].tolist()
+    assert which.tolist() == [1] and cut[0, : len(kept)].all()
+    assert stop in tokenizer.decode(kept)
+    assert stop not in tokenizer.decode(kept[:-1])
+    assert len(tokenizer.decode(kept)) <= text.index(stop) + len(stop) + 8

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from jppo.readers import DataError
 from jppo.types import PairBatch, RankedBatch, TokenBatch
 
 
+@runtime_checkable
 class Source(Protocol):
     """Rows that a model is fitted to."""
 
@@ -98,7 +99,8 @@ class TextSource:
                 tokens[r, at], trained[r, at], valid[r, at] = ids, marks, True
                 segments[r, at] = number
                 start += len(ids)
-        return TokenBatch(tokens, valid, trained, segments)  # type: ignore[arg-type]
+        host: tuple[Any, ...] = tokens, valid, trained, segments
+        return TokenBatch(*host)
 
 
 class _Pairs:
@@ -132,7 +134,8 @@ class PairSource(_Pairs):
         weight, margin = np.zeros(2 * size, np.float32), np.zeros(2 * size, np.float32)
         weight[: 2 * len(rows)] = 1.0
         margin[: 2 * len(rows)] = np.repeat([self.pairs[i].margin for i in rows], 2)
-        return PairBatch(*self._texts(rows, size), weight, margin)  # type: ignore[arg-type]
+        host: tuple[Any, ...] = (*self._texts(rows, size), weight, margin)
+        return PairBatch(*host)
 
 
 class RankedSource(_Pairs):
@@ -144,6 +147,11 @@ class RankedSource(_Pairs):
         for r, i in enumerate(rows):
             better[2 * r, 2 * r + 1], margin[2 * r, 2 * r + 1] = 1, self.pairs[i].margin
         last = np.maximum(valid.sum(-1) - 1, 0)[:, None].astype(np.int32)
-        return RankedBatch(  # type: ignore[arg-type]
-            tokens, valid, last, better.astype(bool), margin.astype(np.float32)
+        host: tuple[Any, ...] = (
+            tokens,
+            valid,
+            last,
+            better.astype(bool),
+            margin.astype(np.float32),
         )
+        return RankedBatch(*host)

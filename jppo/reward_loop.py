@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jppo.config import ModelConfig, RewardTrainConfig
@@ -46,8 +45,7 @@ class Comparisons(Protocol):
     def texts(self) -> Sequence[tuple[str, str]]: ...
 
     @property
-    def per_row(self) -> int:
-        """Texts of one row, at most."""
+    def per_row(self) -> int:  # texts of one row, at most
         ...
 
     def __len__(self) -> int: ...
@@ -70,8 +68,8 @@ class Ratings:
         self.texts = [("", text) for text in texts]
         self.ratings, self.gap = np.asarray(ratings, np.float64), gap
 
-    def better(self, rows: np.ndarray) -> np.ndarray:
-        r = self.ratings[rows]
+    def better(self, texts: np.ndarray) -> np.ndarray:
+        r = self.ratings[texts]
         return r[:, None] - r[None, :] >= self.gap
 
     per_row = 1
@@ -96,8 +94,8 @@ class Pairs:
         ]
         self.texts, self._known = list(number), set(self.pairs)
 
-    def better(self, rows: np.ndarray) -> np.ndarray:
-        return np.array([[(i, j) in self._known for j in rows] for i in rows])
+    def better(self, texts: np.ndarray) -> np.ndarray:
+        return np.array([[(i, j) in self._known for j in texts] for i in texts])
 
     per_row = 2
 
@@ -180,7 +178,7 @@ def truncate(base: Model, layers: int | None) -> tuple[ModelConfig, Params]:
 
 
 class _Texts:
-    """Comparisons as a source of batches: trunk outputs (computed once) or token ids."""
+    """Comparisons as a source: trunk outputs (computed once) or token ids."""
 
     def __init__(self, cfg, trunk, base, data, settings, bar):
         self.data, self.settings = data, settings
@@ -231,7 +229,7 @@ def train_reward(
     *,
     quiet: bool = False,
 ) -> tuple[Model, list[dict[str, float]]]:
-    """A reward model on the blocks of `base`, in memory, and its history, a dict a step.
+    """A reward model on the blocks of `base`, and its history, a dict a step.
 
     Head weights start as N(0, 1/√(d+1)) (arXiv 2403.17031). A last batch that reaches
     the end of a pass goes on into the next.
@@ -254,9 +252,8 @@ def train_reward(
         texts = _Texts(cfg, trunk, base, data, settings, bar)
         bar.phase("train")
         order = RowOrder(len(texts), seed=settings.seed)
-        for step, state, metrics in fit_steps(  # noqa: B007, the last state is used
-            run, state, frozen, texts, order, rows=rows, steps=steps
-        ):
+        steps_of = fit_steps(run, state, frozen, texts, order, rows=rows, steps=steps)
+        for step, state, metrics in steps_of:  # noqa: B007, the last state is used
             history.append({k: float(v) for k, v in metrics.items()})
             if step % max(steps // 12, 1) == 0 or step == steps:
                 bar.step(step, history[-1])

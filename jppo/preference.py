@@ -1,6 +1,6 @@
 """Reward models from preferences: Bradley–Terry over all ordered pairs of a batch.
 
-    loss = −mean log σ(r_chosen − r_rejected)
+    loss = −mean log σ(r_chosen − r_rejected − margin)
 
 Each text is scored once and takes part in every pair of its batch (the trick of
 InstructGPT, arXiv 2203.02155 §3.4). The score is the scalar head at the last token.
@@ -23,14 +23,17 @@ from jppo.types import Params
 
 
 def pair_loss(
-    scores: Float[Array, " b"], better: Bool[Array, "b b"]
+    scores: Float[Array, " b"],
+    better: Bool[Array, "b b"],
+    margin: float | Float[Array, "b b"] = 0.0,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Mean Bradley–Terry loss over pairs; better[i, j] says that i beats j.
 
+    margin: by how much at least, where it does (Llama 2, arXiv 2307.09288).
     Metrics: pair accuracy (ties count half) and the mean margin of the scores.
     """
     gap = scores[:, None] - scores[None, :]
-    loss = bradley_terry(gap, jnp.zeros_like(gap))
+    loss = bradley_terry(gap, jnp.zeros_like(gap), margin)
     right = (gap > 0) + 0.5 * (gap == 0)
     return masked_mean(loss, better), {
         "pair_accuracy": masked_mean(right, better),
@@ -47,6 +50,7 @@ def reward_step(
     valid: Bool[Array, "b s"],
     at: Int[Array, "b r"],
     better: Bool[Array, "b b"],
+    margin: Float[Array, "b b"] | None = None,
 ) -> tuple[Params, Any, Metrics]:
     """One optimizer step of a reward model on one batch of texts.
 
@@ -58,8 +62,8 @@ def reward_step(
 
     def loss_fn(params):
         scores = position_scores(cfg, params, x, valid, at).reshape(-1)
-        wide = jnp.repeat(jnp.repeat(better, reads, axis=0), reads, axis=1)
-        return pair_loss(scores, wide)
+        wide = lambda x: jnp.repeat(jnp.repeat(x, reads, axis=0), reads, axis=1)  # noqa: E731
+        return pair_loss(scores, wide(better), 0.0 if margin is None else wide(margin))
 
     (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
     norm = optax.tree.norm(grads)

@@ -41,6 +41,10 @@ class Comparisons(Protocol):
         """[i, j]: text rows[i] beats text rows[j]."""
         ...
 
+    def margins(self, rows: np.ndarray) -> np.ndarray:
+        """[i, j]: by how much at least, float32; 0 where nothing is known."""
+        ...
+
     def batches(self, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
         """One pass: row numbers of each batch."""
         ...
@@ -59,6 +63,9 @@ class Ratings:
         r = self.ratings[rows]
         return r[:, None] - r[None, :] >= self.gap
 
+    def margins(self, rows: np.ndarray) -> np.ndarray:
+        return np.zeros((len(rows), len(rows)), np.float32)
+
     def batches(self, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
         order = rng.permutation(len(self.texts))
         for start in range(0, len(order), size):
@@ -66,7 +73,7 @@ class Ratings:
 
 
 class Pairs:
-    """Preference pairs; a batch holds whole pairs."""
+    """Preference pairs, of texts (`read_pairs`); a batch holds whole pairs."""
 
     def __init__(self, pairs: Sequence[Pair]):
         if not pairs:
@@ -76,10 +83,15 @@ class Pairs:
         self.pairs = [
             (name(p.prompt, p.chosen), name(p.prompt, p.rejected)) for p in pairs
         ]
-        self.texts, self._known = list(number), set(self.pairs)
+        self.texts = list(number)
+        self._known = {at: p.margin for at, p in zip(self.pairs, pairs, strict=True)}
 
     def better(self, rows: np.ndarray) -> np.ndarray:
         return np.array([[(i, j) in self._known for j in rows] for i in rows])
+
+    def margins(self, rows: np.ndarray) -> np.ndarray:
+        known = [[self._known.get((i, j), 0.0) for j in rows] for i in rows]
+        return np.array(known, np.float32)
 
     def batches(self, size: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
         order = rng.permutation(len(self.pairs))
@@ -220,10 +232,12 @@ def train_reward(
         for rows in (rows for batches in epochs for rows in batches):
             better = np.zeros((size, size), bool)
             better[: len(rows), : len(rows)] = data.better(rows)
+            margin = np.zeros((size, size), np.float32)
+            margin[: len(rows), : len(rows)] = data.margins(rows)
             full = np.resize(rows, size)
             at = texts.reads(full, rng)
             top, opt_state, metrics = step_fn(
-                top, opt_state, texts.x[full], texts.valid[full], at, better
+                top, opt_state, texts.x[full], texts.valid[full], at, better, margin
             )
             history.append({k: float(v) for k, v in metrics.items()})
             if len(history) % max(steps // 12, 1) == 0 or len(history) == steps:

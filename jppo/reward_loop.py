@@ -58,6 +58,10 @@ class Comparisons(Protocol):
         """[i, j]: text texts[i] beats text texts[j]."""
         ...
 
+    def margins(self, texts: np.ndarray) -> np.ndarray:
+        """[i, j]: by how much at least, float32; 0 where nothing is known."""
+        ...
+
 
 class Ratings:
     """Texts with a rating each: one beats another that is rated `gap` lower."""
@@ -72,6 +76,9 @@ class Ratings:
         r = self.ratings[texts]
         return r[:, None] - r[None, :] >= self.gap
 
+    def margins(self, texts: np.ndarray) -> np.ndarray:
+        return np.zeros((len(texts), len(texts)), np.float32)
+
     per_row = 1
 
     def __len__(self) -> int:
@@ -82,7 +89,7 @@ class Ratings:
 
 
 class Pairs:
-    """Preference pairs; a batch holds whole pairs."""
+    """Preference pairs, of texts (`read_pairs`); a batch holds whole pairs."""
 
     def __init__(self, pairs: Sequence[Pair]):
         if not pairs:
@@ -92,10 +99,15 @@ class Pairs:
         self.pairs = [
             (name(p.prompt, p.chosen), name(p.prompt, p.rejected)) for p in pairs
         ]
-        self.texts, self._known = list(number), set(self.pairs)
+        self.texts = list(number)
+        self._known = {at: p.margin for at, p in zip(self.pairs, pairs, strict=True)}
 
     def better(self, texts: np.ndarray) -> np.ndarray:
         return np.array([[(i, j) in self._known for j in texts] for i in texts])
+
+    def margins(self, texts: np.ndarray) -> np.ndarray:
+        known = [[self._known.get((i, j), 0.0) for j in texts] for i in texts]
+        return np.array(known, np.float32)
 
     per_row = 2
 
@@ -209,6 +221,7 @@ class _Texts:
         better[: len(texts), : len(texts)] = self.data.better(texts)
         rng = np.random.default_rng([self.settings.seed, draw])
         margin = np.zeros(better.shape, np.float32)
+        margin[: len(texts), : len(texts)] = self.data.margins(texts)
         host: tuple[Any, ...] = (self.x[full], self.valid[full], self._at(full, rng))
         return RankedBatch(*host, better, margin)  # type: ignore[arg-type]
 

@@ -1,14 +1,17 @@
 """Reward models from comparisons: they learn the order, whole or on a frozen trunk."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from test_chat import chat, chatty
 from tokenizer_stub import make_tokenizer
 
 from jppo.config import OptimConfig, RewardTrainConfig
-from jppo.data import DataError, Pair
+from jppo.data import DataError, Pair, read_pairs
 from jppo.job import Model
 from jppo.preference import pair_loss
 from jppo.reward_loop import (
@@ -77,8 +80,9 @@ def test_pairs_say_who_beats_whom():
     assert data.texts == [("red", "one"), ("red", "two"), ("red", "three")]
     expected = [[0, 1, 0], [0, 0, 1], [0, 0, 0]]
     np.testing.assert_array_equal(data.better(np.arange(3)), expected)
-    seen = np.concatenate(list(data.batches(2, np.random.default_rng(0))))
-    assert set(seen) == {0, 1, 2}
+    assert len(data) == 2
+    np.testing.assert_array_equal(data.texts_of([0]), [0, 1])
+    np.testing.assert_array_equal(data.texts_of([0, 1]), [0, 1, 2])
 
 
 def test_pairs_with_prompts_are_learnt():
@@ -103,13 +107,56 @@ def test_a_completion_goes_on_without_a_second_bos():
     assert ids[0][3:] == ids[1][1:] == tokenizer.encode("two", add_special_tokens=False)
 
 
+def test_margins_widen_the_gap_that_is_asked_for():
+    data = Pairs([Pair("red", "one", "two", 2.0), Pair("red", "two", "three")])
+    np.testing.assert_array_equal(
+        data.margins(np.array([2, 0, 1])), [[0, 0, 0], [0, 0, 2], [0, 0, 0]]
+    )
+    assert data.margins(np.arange(3)).dtype == np.float32
+    better = jnp.array([[False, True], [False, False]])
+    wide, *_ = pair_loss(jnp.array([1.0, 0.0]), better, jnp.full((2, 2), 3.0))
+    np.testing.assert_allclose(wide, np.log1p(np.exp(2.0)), rtol=1e-6)
+
+    def learned(margin):
+        pairs = [Pair("", "red red", "blue", margin), Pair("", "red", "blue", margin)]
+        _, history = train_reward(base(), Pairs(pairs), settings(), quiet=True)
+        return history
+
+    # the same first scores, the loss that the margin adds, and a wider gap at the end
+    plain, wide = learned(0.0), learned(4.0)
+    assert plain[0]["score_margin"] == wide[0]["score_margin"]
+    assert wide[0]["loss"] > plain[0]["loss"] + 2
+    assert wide[-1]["score_margin"] > plain[-1]["score_margin"]
+
+
+def test_pairs_of_chats_train_a_reward_model(tmp_path):
+    model = base()._replace(tokenizer=chatty(size=tiny.CFG.vocab_size))
+    rows = [
+        {
+            "chosen": chat(user, "assistant red"),
+            "rejected": chat(user, "assistant blue"),
+        }
+        for user in ("user one", "user two")
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    data = Pairs(read_pairs(path, model.tokenizer))
+    trained, history = train_reward(model, data, settings(), quiet=True)
+    assert history[-1]["pair_accuracy"] == 1
+    scores = score_texts(trained, data.texts)
+    assert scores[0] > scores[1] and scores[2] > scores[3]
+
+
 def test_pair_loss_by_hand():
     better = jnp.array([[False, True], [False, False]])
-    loss, metrics = pair_loss(jnp.array([1.0, 0.0]), better)
-    np.testing.assert_allclose(loss, np.log1p(np.exp(-1.0)), rtol=1e-6)
-    assert (metrics["pair_accuracy"], metrics["score_margin"]) == (1.0, 1.0)
-    _, metrics = pair_loss(jnp.zeros(2), better)
-    assert metrics["pair_accuracy"] == 0.5
+    total, count, sums = pair_loss(jnp.array([1.0, 0.0]), better)
+    np.testing.assert_allclose(total, np.log1p(np.exp(-1.0)), rtol=1e-6)
+    assert count == 1
+    assert (sums["pair_accuracy"], sums["score_margin"]) == (1.0, 1.0)
+    *_, sums = pair_loss(jnp.zeros(2), better)
+    assert sums["pair_accuracy"] == 0.5
+    centred, *_ = pair_loss(jnp.array([1.0, 2.0]), better, center=0.1)
+    np.testing.assert_allclose(centred, np.log1p(np.exp(1.0)) + 0.9, rtol=1e-6)
 
 
 def test_wrong_inputs():

@@ -1,5 +1,6 @@
 """User code: found, given a time limit, and never believed without a look."""
 
+import functools
 import sys
 import textwrap
 import time
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from jppo.config import ConfigError
-from jppo.rewards import RewardError, call, find_function
+from jppo.rewards import RewardError, call, check_columns, find_function
 
 PROMPTS = ["first prompt", "second prompt", "third prompt"]
 TEXTS = ["alpha", "beta", "gamma"]
@@ -274,3 +275,40 @@ def test_code_that_cannot_be_imported_is_one_line(code, text, says):
 def test_a_relative_module_is_one_line():
     with pytest.raises(ConfigError, match="reward.function"):
         find_function(".rewards:score")
+
+
+# Columns
+
+
+def test_columns_are_compared_with_the_parameters():
+    class Judge:
+        def __call__(self, prompts, completions, *, answer=None):
+            return []
+
+    for fn, columns in (
+        (lambda prompts, completions: [], []),
+        (lambda prompts, completions, answer: [], ["answer"]),
+        (lambda prompts, completions, **columns: [], ["answer", "id"]),
+        (lambda *everything, **columns: [], ["prompts"]),
+        (lambda p, c, /, **columns: [], ["p"]),
+        (Judge(), ["answer"]),
+        (functools.partial(lambda x, prompts, completions: [], 1), []),
+        (max, ["anything"]),  # a function of C, whose parameters are unknown
+    ):
+        check_columns(fn, columns)
+
+
+@pytest.mark.parametrize(
+    ("fn", "columns", "says"),
+    [
+        (lambda prompts, completions: [], ["a", "b"], "take the column.* a, b of the"),
+        (lambda prompts, completions, a: [], ["a", "b"], "take the column.s. b of"),
+        (lambda prompts, completions, a: [], [], r"\(none\).*missing .* argument: 'a'"),
+        (lambda prompts, **columns: [], [], "too many positional arguments"),
+        (lambda p, c, **columns: [], ["c"], r"lambda>\(p, c, .* take the .* c of the"),
+    ],
+)
+def test_columns_that_do_not_fit_are_named(fn, columns, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_columns(fn, columns)
+    assert "\n" not in str(caught.value)

@@ -60,7 +60,7 @@ ELSEWHERE = {
     "kl.controller": "test_controllers_of_beta",
     "kl.target": "likewise",
     "kl.horizon": "likewise",
-    "sampling.stop": "test_data",
+    "sampling.stop": "test_tokens, test_loop_data",
     "sampling.max_new_tokens": "test_decode",
     "reward.model": "test_loop",
     "reward.function": "test_rewards",

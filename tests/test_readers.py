@@ -24,7 +24,7 @@ def parquet(path, rows=ROWS, **options):
 
 
 def saved(folder, *shards, split="train"):
-    """A folder as `datasets.Dataset.save_to_disk` writes it (version 4)."""
+    """A folder as `datasets.Dataset.save_to_disk` writes it (versions 4 and 5)."""
     folder.mkdir(parents=True)
     names = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
     for name, rows in zip(names, shards, strict=True):

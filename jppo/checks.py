@@ -50,11 +50,6 @@ def check(cfg: Any) -> None:
         ppo.tis_cap is None or ppo.logp_old == "recompute",
         "ppo.tis_cap needs ppo.logp_old=recompute; with sampler it would correct twice",
     )
-    _require(
-        not (cfg.critic.layout == "shared" and cfg.critic.init == "reward"),
-        "critic.init=reward needs critic.layout=separate: a shared critic is a head on"
-        " the actor",
-    )
     unroll = cfg.policy.unroll
     _require(
         unroll is None or unroll >= 1,
@@ -62,15 +57,35 @@ def check(cfg: Any) -> None:
     )
     _check_lora("policy", cfg.policy.lora)
     _check_lora("critic", cfg.critic.lora)
-    _require(
-        not (cfg.critic.layout == "shared" and cfg.critic.lora.rank),
-        "critic.lora.rank needs critic.layout=separate: a shared critic is a head",
-    )
+    _check_critic(cfg.critic, cfg.run.steps)
     _require(kl.horizon > 0, f"kl.horizon must be positive, got {kl.horizon}")
     _check_lr("actor_optim", cfg.actor_optim.lr)
     _check_lr("critic_optim", cfg.critic_optim.lr)
     _require(cfg.run.seed >= 0, f"run.seed must not be negative, got {cfg.run.seed}")
     _require(cfg.run.steps >= 1, f"run.steps must be at least 1, got {cfg.run.steps}")
+
+
+def _check_critic(critic: Any, steps: int) -> None:
+    shared, fresh = critic.layout == "shared", critic.init == "scratch"
+    _require(
+        not shared or critic.init == "policy",
+        f"critic.init={critic.init} needs critic.layout=separate: a shared critic is a"
+        " head on the actor",
+    )
+    _require(
+        not (shared and critic.lora.rank),
+        "critic.lora.rank needs critic.layout=separate: a shared critic is a head",
+    )
+    _require(
+        not fresh or (critic.train_layers is None and not critic.lora.rank),
+        "critic.init=scratch needs critic.train_layers=null and critic.lora.rank=0:"
+        " fresh weights must learn",
+    )
+    _require(
+        0 <= critic.warmup < steps,
+        f"critic.warmup is {critic.warmup}: it must lie between 0 and run.steps"
+        f" {steps}, for the policy to learn at all",
+    )
 
 
 def _check_lora(name: str, lora: Any) -> None:

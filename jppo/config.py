@@ -55,8 +55,11 @@ class CriticConfig:
     layout: Literal["separate", "shared"] = opt(
         "separate", "a model of its own, or a head on the actor's last hidden state"
     )
-    init: Literal["reward", "policy"] = opt(
-        "policy", "start from the reward model's weights or from the policy's"
+    init: Literal["reward", "policy", "scratch"] = opt(
+        "policy", "start from the reward model's weights, the policy's, or fresh ones"
+    )
+    warmup: int = opt(
+        0, "iterations in which only the critic learns, and the policy stays"
     )
     train_layers: int | None = opt(
         None, "learn only the top n blocks, norm and head; null = every weight"
@@ -185,6 +188,7 @@ class RunConfig:
     samples_every: int = opt(10, "iterations between logged samples; 0 = never")
     tensorboard: bool = opt(True, "write TensorBoard events")
     fused: bool = opt(False, "one program an iteration (reward model only)")
+    export: bool = opt(True, "write the policy to FOLDER/model at the end")
     quiet: bool = opt(False, "print nothing but errors")
 
 

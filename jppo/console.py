@@ -214,6 +214,11 @@ def table(title: str, rows: Iterable[Sequence[Any]], columns: Sequence[str]) -> 
     console.print(grid)
 
 
+def show(text: str) -> None:
+    """Prints what a model wrote: control codes are shown, not obeyed."""
+    print(_printable(text, _console()).plain, flush=True)
+
+
 def _console() -> Console:
     # Asked of stdout itself: FORCE_COLOR in a CI must not fill its log with codes.
     terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")

@@ -1,7 +1,8 @@
-"""What exists on the device when one model is fitted: two jitted programs.
+"""What exists on the device when one model is fitted: its jitted programs.
 
-    step  (state, frozen, batch) → state, metrics     batch: leaves [parts, b, …]
-    loss  (params, frozen, batch) → sums              one part, for evaluation
+    step    (state, frozen, batch) → state, metrics     batch: leaves [parts, b, …]
+    loss    (params, frozen, batch) → sums              one part, for evaluation
+    scores  (params, frozen, batch) → [b]               reward models only
 
 Fine-tuning, reward models and DPO are the same programs around another objective.
 """
@@ -36,6 +37,7 @@ class Fit:
     mesh: Mesh
     step: Callable[..., tuple[FitState, Metrics]]
     loss: Callable[..., Metrics]
+    scores: Callable[..., Any] | None
     state_shardings: FitState
     frozen_shardings: FitFrozen
 
@@ -90,11 +92,12 @@ def build_fit(
     state: FitState,
     frozen: FitFrozen,
     *,
+    scores: Callable[..., Any] | None = None,
     rules: Rules = TRAIN_RULES,
 ) -> Fit:
     """Names, jits and shards the programs of one fit. Compiles nothing yet.
 
-    state, frozen: the trees, or their shapes.
+    state, frozen: the trees, or their shapes. scores: a score a row, if there is one.
     """
     state_s, frozen_s = (tree_shardings(tree, mesh, rules) for tree in (state, frozen))
     everywhere = replicated(mesh)
@@ -127,6 +130,7 @@ def build_fit(
             donate=(0,),
         ),
         loss=program(evaluate, state_s.params, everywhere, parts=False),
+        scores=scores and program(scores, state_s.params, everywhere, parts=False),
         state_shardings=state_s,
         frozen_shardings=frozen_s,
     )

@@ -43,14 +43,19 @@ class Job(NamedTuple):
     frozen: Frozen
 
 
-def load_model(source: str | Path | Model, dtype: str = "float32") -> Model:
-    """A model from a Hugging Face directory or a GGUF file, or itself if in memory."""
+def load_model(
+    source: str | Path | Model, dtype: str = "float32", *, key: str = "policy.path"
+) -> Model:
+    """A model from a Hugging Face directory or a GGUF file, or itself if in memory.
+
+    key: the setting that an error message names where there is no source.
+    """
     if isinstance(source, Model):
         return source
     if str(source).endswith(".gguf"):
         return Model(*load_gguf(source, dtype=dtype), gguf_tokenizer(source))
     if not str(source):
-        raise ConfigError("policy.path is not set: give a Hugging Face directory")
+        raise ConfigError(f"{key} is not set: give a Hugging Face directory")
     cfg, params = load_hf(source, dtype=dtype, host=True)
     return Model(cfg, params, load_tokenizer(source))
 

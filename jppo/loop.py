@@ -7,30 +7,28 @@ step n + 1.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from jppo import programs, rewards, settings
-from jppo.checkpoint import Checkpoints, identity
-from jppo.config import Config, ConfigError
-from jppo.console import Progress
+from jppo.checkpoint import identity
+from jppo.config import Config
 from jppo.data import PromptRow
 from jppo.job import Job, Model, prepare
-from jppo.metrics import MetricWriter, read_jsonl
-from jppo.models import transformer
+from jppo.metrics import read_jsonl
 from jppo.rewards import RewardFn
+from jppo.run_folder import RunFolder, write_adapter, write_model
+from jppo.state import whole_critic, whole_policy
 from jppo.steplog import StepLog, ended
 from jppo.types import TrainState
 
 
 class Result(NamedTuple):
-    """What training leaves: the policy as a whole model, the state, the history."""
+    """What training leaves: policy and critic as whole models, the history."""
 
     policy: Model
+    critic: Model
     state: TrainState
     history: list[dict[str, float]]
     folder: Path
@@ -80,34 +78,16 @@ def run(
     for fn in (yardsticks or {}).values():
         rewards.check_columns(fn, job.prompts.names)
     cfg, progs = job.setup.config, progs or programs.build(job.setup)
-    folder = Path(cfg.run.folder)
     state, frozen = progs.place(job.state, job.frozen)
-    who = identity(job.setup, job.frozen)
-    store = Checkpoints(folder / "checkpoints", keep=cfg.run.keep)
-    cursor = start = 0
-    if store.latest() is not None and cfg.run.resume:
-        state, meta = store.restore(state, who)
-        cursor, start = meta["cursor"], int(state.step)
-    elif store.latest() is not None:
-        raise ConfigError(
-            f"{folder} already holds a run: set run.resume=true or another run.folder"
-        )
-    b = cfg.ppo.batch_size
-    with (
-        contextlib.closing(store),
-        MetricWriter(
-            folder, resume_step=start or -1, tensorboard=cfg.run.tensorboard
-        ) as writer,
-        Progress(cfg.run.steps, title="PPO", quiet=cfg.run.quiet, done=start) as bar,
-    ):
+    folder = RunFolder(cfg, identity(job.setup, job.frozen))
+    state, meta = folder.restore(state)
+    cursor, b = meta.get("cursor", 0), cfg.ppo.batch_size
+    with folder.opened(title="PPO", steps=cfg.run.steps) as (writer, bar):
         if job.prompts.dropped:
             bar.note(f"dropped {job.prompts.dropped} prompts that are too long")
-        if start:
-            bar.note(_resumed(folder, cfg, start))
-        _write_config(folder, cfg)
         log = StepLog(job, writer, bar, yardsticks or {}, on_step)
         try:
-            for step in range(start + 1, cfg.run.steps + 1):
+            for step in range(folder.start + 1, cfg.run.steps + 1):
                 indices = job.prompts.order(cursor, b)
                 batch = progs.put(job.prompts.batch(indices))
                 if cfg.run.fused:
@@ -124,31 +104,17 @@ def run(
                 every = cfg.run.checkpoint_every
                 if step == cfg.run.steps or (every and step % every == 0):
                     log.flush()
-                    store.save(state, {"cursor": cursor, "identity": who})
+                    folder.save(state, cursor=cursor)
         except BaseException:
-            # Hours of steps outlive a reward function that fails, and Ctrl-C.
-            if not state.step.is_deleted() and int(state.step) > start:
-                store.save(state, {"cursor": cursor, "identity": who})
+            folder.save_interrupted(state, cursor=cursor)
             log.flush()
             raise
-    whole = transformer.policy_params(frozen.actor_base, frozen.reference, state.actor)
-    model = Model(job.setup.actor, whole, job.policy.tokenizer)
-    return Result(model, state, read_jsonl(folder / "metrics.jsonl"), folder)
-
-
-def _resumed(folder: Path, cfg: Config, start: int) -> str:
-    """One line: where a run goes on, and which settings are not those it began with."""
-    text = (folder / "config.yaml").read_text(encoding="utf-8")
-    old = settings.flatten(yaml.safe_load(text))
-    new = settings.flatten(settings.to_dict(cfg))
-    changed = [f"{k} {old.get(k)} → {v}" for k, v in new.items() if old.get(k) != v]
-    end = (
-        "" if start < cfg.run.steps else ": nothing to do, raise run.steps to train on"
-    )
-    said = f"; changed settings: {', '.join(changed)}" if changed else ""
-    return f"{folder} is at step {start} of {cfg.run.steps}{end}{said}"
-
-
-def _write_config(folder: Path, cfg: Config) -> None:
-    text = yaml.safe_dump(settings.to_dict(cfg), sort_keys=False, allow_unicode=True)
-    (folder / "config.yaml").write_text(text, encoding="utf-8")
+        setup, tokenizer = job.setup, job.policy.tokenizer
+        policy = Model(setup.actor, whole_policy(state, frozen), tokenizer)
+        critic = Model(setup.critic, whole_critic(setup, state, frozen), tokenizer)
+        if cfg.run.export:
+            bar.phase("export")
+            write_model(folder.path / "model", *policy)
+            write_adapter(folder.path / "adapter", *policy, base=cfg.policy.path)
+    history = read_jsonl(folder.path / "metrics.jsonl")
+    return Result(policy, critic, state, history, folder.path)

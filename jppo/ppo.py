@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Bool, Float, Key
 
 from jppo.config import Setup
 from jppo.gradients import keep_if, summed
@@ -124,24 +124,27 @@ def minibatch_gradients(
 
 
 def apply_gradients(
-    tx: Optimizers, trees: tuple[Params, Params, Any, Any], grads: Trainable
+    tx: Optimizers,
+    trees: tuple[Params, Params, Any, Any],
+    grads: Trainable,
+    warming: Bool[Array, ""] | bool = False,
 ) -> tuple[tuple[Params, Params, Any, Any], Metrics]:
     """One optimizer step of actor and critic together.
 
     A non-finite gradient in either skips both, moments included, and is counted.
+    warming: the actor and its moments stay as they are.
     """
     actor, critic, opt_actor, opt_critic = trees
     norms = optax.tree.norm(grads[0]), optax.tree.norm(grads[1])
     ok = jnp.isfinite(norms[0]) & jnp.isfinite(norms[1])
     up_a, new_opt_a = tx.actor.update(grads[0], opt_actor, actor)
     up_c, new_opt_c = tx.critic.update(grads[1], opt_critic, critic)
-    stepped = (
-        optax.apply_updates(actor, up_a),
-        optax.apply_updates(critic, up_c),
-        new_opt_a,
-        new_opt_c,
-    )
-    return keep_if(ok, stepped, trees), {
+    moves = ok & ~jnp.asarray(warming)
+    stepped = (optax.apply_updates(actor, up_a), new_opt_a)
+    actor, opt_actor = keep_if(moves, stepped, (actor, opt_actor))
+    stepped = (optax.apply_updates(critic, up_c), new_opt_c)
+    critic, opt_critic = keep_if(ok, stepped, (critic, opt_critic))
+    return (actor, critic, opt_actor, opt_critic), {
         "grad_norm_actor": norms[0],
         "grad_norm_critic": norms[1],
         "skipped": 1.0 - ok.astype(jnp.float32),
@@ -186,6 +189,7 @@ def update(
     """Epochs × minibatches on one rollout. Metrics are stacked: one entry a step."""
     key, _, shuffle = jax.random.split(state.key, 3)  # the second drew the rollout
     single = setup.config.ppo.minibatches == 1
+    warming = state.step < setup.config.critic.warmup
 
     def step(trees, rows):
         batch = experience
@@ -194,7 +198,7 @@ def update(
         grads, metrics = minibatch_gradients(
             setup, trees[:2], frozen, batch, state.beta
         )
-        trees, norms = apply_gradients(tx, trees, grads)
+        trees, norms = apply_gradients(tx, trees, grads, warming)
         return trees, metrics | norms
 
     trees = (state.actor, state.critic, state.opt_actor, state.opt_critic)
@@ -229,8 +233,12 @@ def train_step(
 def finish(
     setup: Setup, state: TrainState, scored: Metrics, steps: Steps
 ) -> tuple[TrainState, Metrics]:
-    """Moves β and folds the metrics of all optimizer steps into one of each."""
+    """Moves β and folds the metrics of all optimizer steps into one of each.
+
+    While the critic warms up β stays: the policy has not moved.
+    """
     beta = next_beta(setup, state.beta, scored["kl"], scored["sequences"])
+    beta = jnp.where(state.step <= setup.config.critic.warmup, state.beta, beta)
     folded = {
         k: v.max() if k.endswith("_max") else v.sum() if k == "skipped" else v.mean()
         for k, v in steps.items()

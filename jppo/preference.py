@@ -56,6 +56,19 @@ def pair_loss(
     )
 
 
+def ranked_scores(
+    cfg: ModelConfig, params: Params, frozen: FitFrozen, batch: RankedBatch
+) -> Float[Array, "b r"]:
+    """Score of each text at each position that is read."""
+    whole = overlay(frozen.under, params)
+    head = whole["head"]
+    whole = whole | {"head": head | {"bias": jax.lax.stop_gradient(head["bias"])}}
+    x = batch.x
+    if frozen.base:
+        x = run_trunk(cfg, frozen.base, x, batch.valid)
+    return position_scores(cfg, whole, x, batch.valid, batch.at)
+
+
 def reward_objective(
     cfg: ModelConfig,
     loss: PairLossConfig,
@@ -66,13 +79,10 @@ def reward_objective(
     """Bradley–Terry over the pairs of a batch of texts.
 
     A text keeps its rank wherever it is read (`batch.at`), so all b · r readings are
-    compared.
+    compared. The head's bias moves no comparison, and it has no place in most files of
+    reward models: it is not learnt.
     """
-    whole = overlay(frozen.under, params)
-    x = batch.x
-    if frozen.base:
-        x = run_trunk(cfg, frozen.base, x, batch.valid)
-    scores = position_scores(cfg, whole, x, batch.valid, batch.at)
+    scores = ranked_scores(cfg, params, frozen, batch)
     reads = scores.shape[1]
     wide = lambda a: jnp.repeat(jnp.repeat(a, reads, axis=0), reads, axis=1)  # noqa: E731
     margin = wide(batch.margin) if loss.margin else 0.0

@@ -26,9 +26,8 @@ from jppo.config import Config, OptimConfig, RewardTrainConfig
 from jppo.data import PromptData
 from jppo.evaluation import Evaluation, evaluate
 from jppo.job import Job, Model, load_model, prepare
-from jppo.loop import Result, run
+from jppo.loop import run
 from jppo.metrics import MetricWriter
-from jppo.models.hf import save_hf
 from jppo.movie_reviews import (
     FULL,
     GAP,
@@ -42,6 +41,7 @@ from jppo.movie_reviews import (
 )
 from jppo.report import write_report
 from jppo.reward_loop import Ratings, pair_accuracy, score_texts, train_reward
+from jppo.run_folder import write_model
 
 SETTINGS: dict[str, Any] = {
     "policy.train_layers": 6,
@@ -193,7 +193,7 @@ def quickstart(
     say("Continuing them after training …")
     after = judge(result.state)
     tick("after")
-    save_model(result, reward)
+    write_model(result.folder / "reward_model", *reward)
     report = finish(result.folder, cfg, before, after, card, _durations(clocks))
     say(f"\nreport: {report}")
     return report
@@ -208,15 +208,6 @@ def set_aside(folder: Path) -> None:
         n += 1
     folder.rename(aside)
     print(f"{folder} holds an earlier run: moved to {aside}")
-
-
-def save_model(result: Result, reward: Model) -> None:
-    """Policy and reward model as Hugging Face directories, beside the checkpoint."""
-    import shutil
-
-    for name, model in (("policy", result.policy), ("reward_model", reward)):
-        shutil.rmtree(result.folder / name, ignore_errors=True)
-        save_hf(result.folder / name, model.config, model.params, model.tokenizer)
 
 
 def _durations(clocks: dict[str, float]) -> dict[str, float]:

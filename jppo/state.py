@@ -67,11 +67,12 @@ def make_optimizer(
 
 
 def make_optimizers(setup: Setup) -> Optimizers:
-    """Both optimizers, with schedules over all optimizer steps of the run."""
+    """Both optimizers, with schedules over all steps that each takes in the run."""
     cfg = setup.config
-    total = cfg.run.steps * cfg.ppo.epochs * cfg.ppo.minibatches
+    each = cfg.ppo.epochs * cfg.ppo.minibatches
     return Optimizers(
-        make_optimizer(cfg.actor_optim, total), make_optimizer(cfg.critic_optim, total)
+        make_optimizer(cfg.actor_optim, (cfg.run.steps - cfg.critic.warmup) * each),
+        make_optimizer(cfg.critic_optim, cfg.run.steps * each),
     )
 
 
@@ -105,28 +106,30 @@ def init_trees(
 ) -> tuple[Params, Params, Frozen]:
     """(actor, critic, frozen trees) from whole models.
 
-    The reference is the policy itself; a critic without a reward model to start from
-    is the policy's blocks under a fresh head. With an adapter only its factors (and a
-    head) learn, over weights that stay as they are. Trunks are cut off once, here, so
-    that roles that share one also share its memory.
+    The reference is the policy itself. The critic is the reward model, the policy's
+    blocks under a fresh head, or fresh altogether. With an adapter only its factors
+    (and a head) learn, over weights that stay as they are. Trunks are cut off once,
+    here, so that roles that share one also share its memory.
     """
     cfg = setup.config
     head_key, actor_key, critic_key = jax.random.split(key, 3)
     head = transformer.init_head(head_key, setup.critic.d_model)
     actor_base, reference = transformer.split_params(policy, setup.actor_frozen)
-    actor = _learns(reference, cfg.policy.lora, actor_key)
+    actor = trainable(reference, cfg.policy.lora, actor_key)
     critic_base: Params = {}
     if cfg.critic.layout == "shared":
         rest = {"head": head}
     elif cfg.critic.init == "reward" and reward is not None:
         critic_base, rest = transformer.split_params(reward, setup.critic_frozen)
+    elif cfg.critic.init == "scratch":
+        rest = transformer.init_params(setup.critic, head_key, scalar_head=True)
     elif setup.critic_frozen == setup.actor_frozen:
         critic_base, rest = actor_base, reference | {"head": head}
         rest.pop("lm_head", None)
     else:
         whole = {k: policy[k] for k in ("embed", "blocks", "norm")} | {"head": head}
         critic_base, rest = transformer.split_params(whole, setup.critic_frozen)
-    critic = _learns(rest, cfg.critic.lora, critic_key)
+    critic = trainable(rest, cfg.critic.lora, critic_key)
     adapted = critic is not rest
     on_critic = setup.reward_on_critic_base
     frozen = Frozen(
@@ -140,7 +143,7 @@ def init_trees(
     return actor, critic, as_frozen(frozen, setup.actor.dtype)
 
 
-def _learns(params: Params, lora: LoraConfig, key: Array) -> Params:
+def trainable(params: Params, lora: LoraConfig, key: Array) -> Params:
     """What of a tree learns: all of it, or an adapter and the head."""
     if not lora.rank:
         return params
@@ -148,6 +151,20 @@ def _learns(params: Params, lora: LoraConfig, key: Array) -> Params:
     if not adapter:
         adapter = init_adapter(base, key, rank=lora.rank, targets=lora.targets)
     return adapter | ({"head": params["head"]} if "head" in params else {})
+
+
+def whole_policy(state: TrainState, frozen: Frozen) -> Params:
+    """The actor as one tree, with an adapter's factors in it."""
+    return transformer.policy_params(frozen.actor_base, frozen.reference, state.actor)
+
+
+def whole_critic(setup: Setup, state: TrainState, frozen: Frozen) -> Params:
+    """The critic as one tree with its head, whatever it shares while it learns."""
+    if setup.config.critic.layout == "shared":
+        policy = whole_policy(state, frozen)
+        return {k: v for k, v in policy.items() if k != "lm_head"} | state.critic
+    critic = overlay(frozen.critic_under, state.critic)
+    return transformer.merge_params(frozen.critic_base, critic)
 
 
 def as_frozen(tree: Any, dtype: str) -> Any:

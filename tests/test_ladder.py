@@ -11,15 +11,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "jppo"
 LADDER = [
-    "model_config checks config fit_config types masked settings sharding",
+    "model_config checks config fit_config generate_config types masked settings"
+    " sharding",
     "logprobs advantages kl losses sampling",
     "models models.*",
     "state decode gradients",
     "rollout ppo preference sft",
     "programs fitting",
     "readers order tokens chat examples data rewards checkpoint metrics console assets"
-    " report report.* fit_data",
-    "job loop steplog fit_steps fit_loop reward_loop evaluation movie_reviews",
+    " report report.* fit_data run_folder",
+    "job loop steplog fit_job fit_steps fit_loop reward_loop evaluation generation"
+    " exporting inspection movie_reviews",
     "cli quickstart __init__",
 ]
 # Within the vocabulary, and beside it: who may lean on a neighbour.
@@ -27,6 +29,7 @@ BASE = {k: set() for k in ("masked", "model_config", "checks", "types", "shardin
     "config": {"model_config", "checks"},
     "settings": {"config"},
     "fit_config": {"model_config", "checks", "config"},
+    "generate_config": {"model_config", "checks", "config"},
 }
 LINES, FUNCTION, LONG = 300, 60, {"loop.run": 120, "loop.train": 120}
 

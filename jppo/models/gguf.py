@@ -76,6 +76,20 @@ def gguf_tokenizer(file: str | os.PathLike) -> Any:
     return _read_tokenizer(_open(file), Path(file))
 
 
+def gguf_headers(
+    file: str | os.PathLike,
+) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], str, int]]]:
+    """(facts, tensors as (name, shape, quantisation, bytes)) without the weights."""
+    reader = _open(file)
+    names = [k for k, f in reader.fields.items() if not k.startswith("GGUF.")]
+    values = {k: reader.get_field(k).contents() for k in names}
+    short = {k: v for k, v in values.items() if len(str(v)) <= 60}
+    return short, [
+        (t.name, tuple(map(int, t.shape[::-1])), t.tensor_type.name, int(t.n_bytes))
+        for t in reader.tensors
+    ]
+
+
 def _open(file: str | os.PathLike) -> Any:
     try:
         from gguf import GGUFReader

@@ -120,7 +120,7 @@ def open_weights(
 
     with contextlib.ExitStack() as stack:
         where: dict[str, tuple[Any, Path]] = {}
-        for file in _weight_files(path):
+        for file in weight_files(path):
             try:
                 f = stack.enter_context(safe_open(file, framework="numpy"))
             except (SafetensorError, OSError) as e:
@@ -145,7 +145,8 @@ def open_weights(
         yield set(where), read
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory, all of which are there."""
     if (path / ONE_FILE).is_file():
         return [path / ONE_FILE]
     if not (path / INDEX).is_file():

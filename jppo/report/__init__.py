@@ -18,6 +18,7 @@ from typing import Any
 from jppo.console import number
 from jppo.metrics import read_jsonl
 from jppo.report.figures import series
+from jppo.report.fits import fit_plots
 from jppo.report.page import PAGE, STYLE
 from jppo.report.plots import plots
 
@@ -31,6 +32,12 @@ MEASURES = {
     "kl": ("KL", "nats a sequence, from the reference", " nats"),
     "length": ("Length", "tokens a completion", " tokens"),
     "distinct_2": ("Distinct-2", "share of bigrams that differ: variety", ""),
+    "loss": ("Loss", "on held-out rows", ""),
+    "pair_accuracy": ("Pairs in order", "share, of held-out pairs", ""),
+    "score_margin": ("Margin", "score of chosen − rejected", ""),
+    "reward_margin": ("Margin", "implicit reward of chosen − rejected", ""),
+    "chosen_logp": ("Chosen", "nats an answer", " nats"),
+    "rejected_logp": ("Rejected", "nats an answer", " nats"),
 }
 
 
@@ -47,7 +54,7 @@ def write_report(run_dir: str | os.PathLike) -> Path:
     before, after = (_measures(summary, rows, when) for when in ("before", "after"))
     sections = (
         _facts(summary, before, after),
-        _plots(rows, _mapping(summary.get("seconds"))),
+        _plots(rows, summary),
         _samples(read_jsonl(samples) if samples.exists() else []),
         _config(config.read_text("utf-8", "replace") if config.exists() else ""),
     )
@@ -115,6 +122,10 @@ def _lead(rows: Sequence[Mapping], before: Mapping, after: Mapping) -> str:
     words = []
     if "reward" in both:
         words.append(f"Over {_last_step(rows):,} steps the mean reward {{reward}}.")
+    if "loss" in both:
+        words.append(f"Over {_last_step(rows):,} steps the held-out loss {{loss}}.")
+    if "pair_accuracy" in both:
+        words.append("The share of held-out pairs in the right order {pair_accuracy}.")
     if "gold" in both:
         words.append("The gold score, on which the policy was never trained, {gold}.")
     if "kl" in after:
@@ -210,12 +221,14 @@ def _reward_model(card: Any) -> str:
     return f"<h3>Reward model</h3>{meters}{note}{facts}"
 
 
-def _plots(rows: Sequence[Mapping], seconds: Mapping) -> str:
+def _plots(rows: Sequence[Mapping], summary: Mapping) -> str:
+    drawn = fit_plots(rows, summary.get("calibration"))
+    drawn += plots(rows, _mapping(summary.get("seconds")))
     cards = "".join(
         f'<div class="card plot"><h3>{_text(card["title"])}</h3>{card["svg"]}'
         f'<p>{_text(card["healthy"])}</p><p class="here">Here: '
         f"{_text(card['here']).replace('-', '−')}.</p></div>"
-        for card in plots(rows, seconds)
+        for card in drawn
     )
     return f'<h2>Curves</h2><section class="grid">{cards}</section>' if cards else ""
 

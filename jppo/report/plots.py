@@ -148,18 +148,24 @@ CURVES = (
 
 def plots(rows: Sequence[Mapping[str, Any]], seconds: Mapping[str, Any]) -> list[dict]:
     """Cards {title, svg, healthy, here} in reading order, as the data allow."""
-    present = {k for k in set().union(*rows) if np.isfinite(series(rows, k)[1]).any()}
-    cards = [_curve_card(REWARD, rows, present), _path_card(rows)]
+    present = present_in(rows)
+    cards = [curve_card(REWARD, rows, present), _path_card(rows)]
     cards.append(_gold_card(rows))
     for curves in CURVES:
         if curves.title == "KL coefficient" and len(set(series(rows, "beta")[1])) < 2:
             continue  # a constant needs no plot
-        cards.append(_curve_card(curves, rows, present))
+        cards.append(curve_card(curves, rows, present))
     cards.append(_seconds_card(seconds))
     return [card for card in cards if card is not None]
 
 
-def _curve_card(curves: Curves, rows, present) -> dict | None:
+def present_in(rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Names of the metrics that have a finite value somewhere."""
+    return {k for k in set().union(*rows) if np.isfinite(series(rows, k)[1]).any()}
+
+
+def curve_card(curves: Curves, rows, present: set[str]) -> dict | None:
+    """One card, without the panels and lines for which there is no data."""
     panels = [
         dataclasses.replace(p, lines=tuple(x for x in p.lines if x[0] in present))
         for p in curves.panels

@@ -25,6 +25,7 @@ from jppo.config import (
     RewardTrainConfig,
     Setup,
 )
+from jppo.fit_config import DPOConfig, RewardFitConfig, SFTConfig
 from jppo.kl import (
     KLState,
     adaptive_kl,
@@ -55,7 +56,8 @@ from jppo.sharding import make_mesh
 if TYPE_CHECKING:
     from jppo import programs
     from jppo.decode import generate
-    from jppo.job import Model, load_model
+    from jppo.fit_loop import FitResult, fit
+    from jppo.loading import Model, load_model
     from jppo.loop import Result, train
     from jppo.models.gguf import convert_gguf, load_gguf
     from jppo.models.hf import load_hf, save_hf
@@ -65,9 +67,11 @@ if TYPE_CHECKING:
     from jppo.reward_loop import Pairs, Ratings, score_texts, train_reward
 
 _LAZY = {
-    "Model": "job",
+    "FitResult": "fit_loop",
+    "Model": "loading",
     "Result": "loop",
-    "load_model": "job",
+    "fit": "fit_loop",
+    "load_model": "loading",
     "train": "loop",
     "Pairs": "reward_loop",
     "Ratings": "reward_loop",
@@ -95,13 +99,17 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Config",
     "ConfigError",
+    "DPOConfig",
+    "FitResult",
     "KLState",
     "Model",
     "ModelConfig",
     "Pairs",
     "Ratings",
     "Result",
+    "RewardFitConfig",
     "RewardTrainConfig",
+    "SFTConfig",
     "Setup",
     "adaptive_kl",
     "aggregate",
@@ -113,6 +121,7 @@ __all__ = [
     "entropy",
     "entropy_bonus",
     "explained_variance",
+    "fit",
     "fixed_kl",
     "from_dict",
     "full_kl",

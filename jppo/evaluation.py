@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -77,7 +76,11 @@ def evaluate(
     """
     state = dataclasses.replace(state, key=jax.random.key(seed))
     size = progs.setup.config.ppo.batch_size
-    ask = partial(rewards.call, timeout=progs.setup.config.reward.timeout)
+    limit = progs.setup.config.reward.timeout
+
+    def ask(fn, *asked):
+        return rewards.call(fn, *asked, timeout=rewards.timeout_of(fn, limit))
+
     texts: list[str] = []
     parts: dict[str, list[np.ndarray]] = {"reward": [], "kl": [], "length": []}
     for indices, batch in prompts.batches(size):

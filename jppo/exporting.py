@@ -11,7 +11,8 @@ from jppo.checkpoint import CheckpointError, Checkpoints, fit_identity, identity
 from jppo.config import Config, ConfigError, PolicyConfig
 from jppo.fit_config import FitAny
 from jppo.fit_job import start_of, whole_params
-from jppo.job import Model, load_model, make_setup
+from jppo.job import make_setup
+from jppo.loading import Model, load_model, load_scorer, tokenizer_gap
 from jppo.models.hf import save_hf
 from jppo.models.lora import split_adapter
 from jppo.models.peft import save_adapter
@@ -66,7 +67,15 @@ def open_run(folder: str | Path, step: int | None = None) -> Opened:
 def _open_ppo(
     cfg: Config, model: Model, store: Checkpoints, step: int | None
 ) -> Opened:
-    reward = load_model(cfg.reward.model) if cfg.reward.model else None
+    reward = None
+    if cfg.reward.model:
+        reward = load_scorer(
+            cfg.reward.model,
+            policy=model,
+            policy_source=cfg.policy.path,
+            share=cfg.critic.init != "reward",
+        )
+        reward = None if tokenizer_gap(model, reward) else reward
     setup = make_setup(cfg, model, reward, prompt_tokens=1)
     key = jax.random.key(0)  # all that it makes is read from the checkpoint
     actor, critic, frozen = init_trees(

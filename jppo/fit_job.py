@@ -22,7 +22,8 @@ from jppo.examples import encode_example, encode_pair
 from jppo.fit_config import DPOConfig, FitAny, RewardFitConfig, SFTConfig
 from jppo.fit_data import PairSource, RankedSource, Source, TextSource, fitting
 from jppo.fitting import Objective, check_rows
-from jppo.job import Model, frozen_layers, load_model
+from jppo.job import frozen_layers
+from jppo.loading import Model, load_model
 from jppo.models import transformer
 from jppo.models.lora import overlay
 from jppo.preference import dpo_objective, reward_objective

@@ -27,7 +27,7 @@ from jppo.fit_data import Source
 from jppo.fit_job import FitJob, prepare_fit, whole_params
 from jppo.fit_steps import evaluate_fit, fit_steps
 from jppo.fitting import Fit, build_fit
-from jppo.job import Model
+from jppo.loading import Model
 from jppo.metrics import MetricWriter, read_jsonl
 from jppo.order import RowOrder
 from jppo.preference import ranked_scores

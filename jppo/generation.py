@@ -15,7 +15,7 @@ from jppo.config import ConfigError
 from jppo.data import PromptData, PromptRow, read_rows
 from jppo.fitting import check_rows
 from jppo.generate_config import GenerateConfig
-from jppo.job import Model, load_model
+from jppo.loading import Model, load_model
 from jppo.sharding import batch_sharding, make_mesh, replicated, tree_shardings
 from jppo.steplog import completions
 from jppo.tokens import pad_token_id, stop_strings, stop_token_ids, trim_rollout

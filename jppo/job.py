@@ -8,28 +8,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jppo import rewards
-from jppo.config import Config, ConfigError, ModelConfig, Setup
+from jppo.config import Config, ConfigError, LoraConfig, ModelConfig, Setup
 from jppo.data import PromptData, PromptRow, read_rows
-from jppo.models.gguf import gguf_tokenizer, load_gguf
-from jppo.models.hf import load_hf
-from jppo.models.tokenizer import load_tokenizer
+from jppo.loading import Model, load_model, load_scorer, lora_of, tokenizer_gap
 from jppo.rewards import RewardFn
+from jppo.sharding import make_mesh
 from jppo.state import init_state, init_trees
+from jppo.text_reward import TextReward
 from jppo.tokens import pad_token_id, stop_strings, stop_token_ids
-from jppo.types import Frozen, Params, TrainState
-
-
-class Model(NamedTuple):
-    """A model in memory: its shape, a whole param tree, and its tokenizer."""
-
-    config: ModelConfig
-    params: Params
-    tokenizer: Any = None
+from jppo.types import Frozen, TrainState
 
 
 class Job(NamedTuple):
@@ -41,23 +33,7 @@ class Job(NamedTuple):
     reward_fn: RewardFn | None
     state: TrainState
     frozen: Frozen
-
-
-def load_model(
-    source: str | Path | Model, dtype: str = "float32", *, key: str = "policy.path"
-) -> Model:
-    """A model from a Hugging Face directory or a GGUF file, or itself if in memory.
-
-    key: the setting that an error message names where there is no source.
-    """
-    if isinstance(source, Model):
-        return source
-    if str(source).endswith(".gguf"):
-        return Model(*load_gguf(source, dtype=dtype), gguf_tokenizer(source))
-    if not str(source):
-        raise ConfigError(f"{key} is not set: give a Hugging Face directory")
-    cfg, params = load_hf(source, dtype=dtype, host=True)
-    return Model(cfg, params, load_tokenizer(source))
+    notes: tuple[str, ...] = ()  # what its user should know, a line each
 
 
 def frozen_layers(cfg: ModelConfig, train_layers: int | None, key: str) -> int | None:
@@ -71,24 +47,8 @@ def frozen_layers(cfg: ModelConfig, train_layers: int | None, key: str) -> int |
     return cfg.n_layers - train_layers
 
 
-def _check_reward(
-    cfg: Config, policy: Model, reward: Model, prompt_tokens: int
-) -> None:
-    """A reward model reads the policy's ids: same tokenizer, and room for them."""
-    ids, size = reward.config.vocab_size, policy.config.vocab_size
-    if ids != size:
-        raise ConfigError(
-            f"the reward model has {ids} token ids, the policy {size}: they must share"
-            " a tokenizer"
-        )
-    if reward.tokenizer is not None:
-        ours, theirs = policy.tokenizer.get_vocab(), reward.tokenizer.get_vocab()
-        odd = sorted(k for k in ours.keys() | theirs if ours.get(k) != theirs.get(k))
-        if odd:
-            raise ConfigError(
-                f"policy and reward model have different tokenizers: {odd[0]!r} is"
-                f" {ours.get(odd[0])} and {theirs.get(odd[0])}"
-            )
+def _check_room(cfg: Config, reward: Model, prompt_tokens: int) -> None:
+    """A reward model that reads the policy's ids needs room for them."""
     need, room = (
         prompt_tokens + cfg.sampling.max_new_tokens,
         reward.config.max_positions,
@@ -114,7 +74,7 @@ def make_setup(
     if from_reward and reward is None:
         raise ConfigError("critic.init=reward needs a reward model (reward.model)")
     if reward is not None:
-        _check_reward(cfg, policy, reward, prompt_tokens)
+        _check_room(cfg, reward, prompt_tokens)
     like = {"dtype": actor.dtype, "remat": actor.remat, "unroll": actor.unroll}
     reward_cfg = reward and dataclasses.replace(reward.config, **like)
     critic = reward_cfg if from_reward else actor
@@ -138,6 +98,7 @@ def make_setup(
         ),
         critic_frozen=cut,
         reward_on_critic_base=from_reward,
+        reward_lora=(reward and lora_of(reward)) or LoraConfig(),
         stop_strings=_stop_strings(cfg, policy),
     )
 
@@ -150,6 +111,23 @@ def _stop_strings(cfg: Config, policy: Model) -> tuple[str, ...]:
             " must look: set run.fused=false, or use texts of one token"
         )
     return found
+
+
+def _load_policy(cfg: Config, source: str | Path | Model) -> Model:
+    """A model that can be trained to write. Raises ConfigError."""
+    model = load_model(source, cfg.policy.dtype)
+    if model.tokenizer is None:
+        raise ConfigError(
+            "the policy has no tokenizer: Model(config, params, tokenizer)"
+        )
+    if "head" in model.params:
+        raise ConfigError("the policy has a scalar head: that is a reward model")
+    if len(model.tokenizer) > model.config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(model.tokenizer)} ids, the policy"
+            f" {model.config.vocab_size}"
+        )
+    return model
 
 
 def prepare(
@@ -175,18 +153,7 @@ def prepare(
         if not cfg.data.prompts:
             raise ConfigError("data.prompts is not set: give a file of prompts")
         prompts = read_rows(cfg.data.prompts)
-    model = load_model(policy or cfg.policy.path, cfg.policy.dtype)
-    if model.tokenizer is None:
-        raise ConfigError(
-            "the policy has no tokenizer: Model(config, params, tokenizer)"
-        )
-    if "head" in model.params:
-        raise ConfigError("the policy has a scalar head: that is a reward model")
-    if len(model.tokenizer) > model.config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {len(model.tokenizer)} ids, the policy"
-            f" {model.config.vocab_size}"
-        )
+    model = _load_policy(cfg, policy or cfg.policy.path)
     stops = stop_token_ids(model.tokenizer, cfg.sampling.stop)
     data = PromptData(
         prompts,
@@ -198,11 +165,23 @@ def prepare(
     )
     if reward_fn is not None:
         rewards.check_columns(reward_fn, data.names)
-    scorer = None if reward_model is None else load_model(reward_model)
-    if scorer is not None and "head" not in scorer.params:
-        raise ConfigError(
-            f"{reward_model} is not a reward model: it has no scalar head"
+    notes = ()
+    if data.dropped:
+        notes = (f"dropped {data.dropped} prompts that are too long",)
+    scorer = None
+    if reward_model is not None:
+        scorer = load_scorer(
+            reward_model,
+            policy=model,
+            policy_source=policy or cfg.policy.path,
+            share=cfg.critic.init != "reward",
         )
+        if gap := tokenizer_gap(model, scorer):
+            reward_fn, scorer = _reads_texts(cfg, scorer, gap), None
+            notes += (
+                f"the reward model has a tokenizer of its own ({gap}): responses are"
+                " decoded, and encoded anew for it",
+            )
     setup = make_setup(cfg, model, scorer, data.width)
     key = jax.random.key(cfg.run.seed)
     init_key, state_key = jax.random.split(key)
@@ -210,4 +189,19 @@ def prepare(
         setup, model.params, scorer and scorer.params, init_key
     )
     state = init_state(setup, actor, critic, state_key)
-    return Job(setup, model, data, reward_fn, state, frozen)
+    return Job(setup, model, data, reward_fn, state, frozen, notes)
+
+
+def _reads_texts(cfg: Config, scorer: Model, gap: str) -> RewardFn:
+    """A reward function around a model that does not read the policy's token ids."""
+    for key, needs in (
+        ("run.fused=true", cfg.run.fused),
+        ("critic.init=reward", cfg.critic.init == "reward"),
+    ):
+        if needs:
+            raise ConfigError(
+                f"{key} needs one tokenizer, but policy and reward model have different"
+                f" ones: {gap}"
+            )
+    mesh = make_mesh(dataclasses.asdict(cfg.mesh))
+    return TextReward(scorer, mesh, cfg.ppo.batch_size)

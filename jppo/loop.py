@@ -15,7 +15,8 @@ from jppo import programs, rewards, settings
 from jppo.checkpoint import identity
 from jppo.config import Config
 from jppo.data import PromptRow
-from jppo.job import Job, Model, prepare
+from jppo.job import Job, prepare
+from jppo.loading import Model
 from jppo.metrics import read_jsonl
 from jppo.rewards import RewardFn
 from jppo.run_folder import RunFolder, write_adapter, write_model
@@ -83,8 +84,8 @@ def run(
     state, meta = folder.restore(state)
     cursor, b = meta.get("cursor", 0), cfg.ppo.batch_size
     with folder.opened(title="PPO", steps=cfg.run.steps) as (writer, bar):
-        if job.prompts.dropped:
-            bar.note(f"dropped {job.prompts.dropped} prompts that are too long")
+        for note in job.notes:
+            bar.note(note)
         log = StepLog(job, writer, bar, yardsticks or {}, on_step)
         try:
             for step in range(folder.start + 1, cfg.run.steps + 1):

@@ -25,7 +25,8 @@ from jppo import assets, console, programs, settings
 from jppo.config import Config, OptimConfig, RewardTrainConfig
 from jppo.data import PromptData
 from jppo.evaluation import Evaluation, evaluate
-from jppo.job import Job, Model, load_model, prepare
+from jppo.job import Job, prepare
+from jppo.loading import Model, load_model
 from jppo.loop import run
 from jppo.metrics import MetricWriter
 from jppo.movie_reviews import (

@@ -21,7 +21,8 @@ from jppo.data import DataError, Pair, encode, pad
 from jppo.fit_config import PairLossConfig
 from jppo.fit_steps import fit_steps
 from jppo.fitting import build_fit
-from jppo.job import Model, frozen_layers
+from jppo.job import frozen_layers
+from jppo.loading import Model
 from jppo.models import transformer
 from jppo.order import RowOrder
 from jppo.preference import reward_objective

@@ -93,15 +93,20 @@ def check_columns(fn: RewardFn, columns: Sequence[str]) -> None:
         ) from None
 
 
+def timeout_of(fn: RewardFn, default: float) -> float | None:
+    """Seconds that a reward function may take: its own `timeout`, if it has one."""
+    return getattr(fn, "timeout", default)
+
+
 def call(
     fn: RewardFn,
     prompts: Sequence[Any],
     completions: Sequence[str],
     columns: dict[str, list[Any]] | None = None,
     *,
-    timeout: float = 60.0,
+    timeout: float | None = 60.0,
 ) -> np.ndarray:
-    """Scores `[b]` f32 from a reward function, within `timeout` seconds.
+    """Scores `[b]` f32 from a reward function, within `timeout` seconds (None: any).
 
     Raises RewardError: the function raised, took too long, or returned anything but
     one finite number a completion.

@@ -64,7 +64,7 @@ class StepLog:
             data.prompts(indices),
             completions(self.job.policy.tokenizer, rolled),
             data.columns(indices),
-            timeout=self.job.setup.config.reward.timeout,
+            timeout=rewards.timeout_of(fn, self.job.setup.config.reward.timeout),
         )
 
     def push(self, step: int, indices: Sequence[int], metrics: Any, rolled: Rollout):

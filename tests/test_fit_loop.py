@@ -1,4 +1,4 @@
-"""Supervised runs from rows to a model: each learns, stops, goes on, and is exported."""
+"""Supervised runs from rows to a model: each learns, stops, goes on, is exported."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from jppo.exporting import export, open_run
 from jppo.fit_config import DPOConfig, RewardFitConfig, SFTConfig
 from jppo.fit_job import prepare_fit
 from jppo.fit_loop import calibration, fit
-from jppo.job import Model, load_model
+from jppo.loading import Model, load_model
 from jppo.models.hf import load_hf, save_hf
 from jppo.models.peft import load_adapter
 from jppo.readers import DataError

@@ -19,9 +19,9 @@ LADDER = [
     "rollout ppo preference sft",
     "programs fitting",
     "readers order tokens chat examples data rewards checkpoint metrics console assets"
-    " report report.* fit_data run_folder",
-    "job loop steplog fit_job fit_steps fit_loop reward_loop evaluation generation"
-    " exporting inspection movie_reviews",
+    " report report.* fit_data run_folder loading",
+    "text_reward job loop steplog fit_job fit_steps fit_loop reward_loop evaluation"
+    " generation exporting inspection movie_reviews",
     "cli quickstart __init__",
 ]
 # Within the vocabulary, and beside it: who may lean on a neighbour.

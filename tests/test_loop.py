@@ -15,7 +15,7 @@ from jppo.checkpoint import CheckpointError
 from jppo.config import ConfigError, RunConfig
 from jppo.data import DataError
 from jppo.evaluation import distinct
-from jppo.job import Model
+from jppo.loading import Model
 from jppo.metrics import read_jsonl
 from jppo.rewards import RewardError
 

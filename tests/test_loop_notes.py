@@ -8,7 +8,7 @@ from test_loop import compiled_once, policy, scorer, train
 from tokenizer_stub import make_tokenizer
 
 from jppo.config import ConfigError
-from jppo.job import Model
+from jppo.loading import Model
 from jppo.steplog import StepLog
 from jppo.types import Rollout
 

@@ -12,7 +12,7 @@ from tokenizer_stub import make_tokenizer
 
 from jppo.config import OptimConfig, RewardTrainConfig
 from jppo.data import DataError, Pair, read_pairs
-from jppo.job import Model
+from jppo.loading import Model
 from jppo.preference import pair_loss
 from jppo.reward_loop import (
     Pairs,

@@ -9,7 +9,7 @@ import pytest
 from hf_dirs import CFG, random_params
 from safetensors.numpy import load_file
 
-from jppo.job import load_model
+from jppo.loading import load_model
 from jppo.models.gguf import NAMES, convert_gguf, gguf_tokenizer, load_gguf
 from jppo.models.hf import load_hf
 from jppo.models.tokenizer import load_tokenizer

@@ -26,7 +26,7 @@ class Size:
     sentences: int = 1000  # the reward model learns from
     judged: int = 300  # held-out sentences, all pairs among which are judged
     openings: int = 128  # held-out openings, continued before and after
-    steps: int = 22
+    steps: int = 20
 
 
 FULL, FAST = Size(), Size(sentences=256, judged=100, openings=32, steps=2)

@@ -51,7 +51,7 @@ SETTINGS: dict[str, Any] = {
     "sampling.max_new_tokens": 14,
     "sampling.temperature": 0.7,
     "sampling.stop": ["."],
-    "ppo.batch_size": 32,
+    "ppo.batch_size": 48,
     "ppo.epochs": 2,
     "ppo.minibatches": 2,
     "ppo.lam": 0.9,
@@ -158,6 +158,7 @@ def quickstart(
     cfg = settings.from_dict(
         SETTINGS | {"run.steps": size.steps, "run.seed": seed} | (overrides or {})
     )
+    seed = cfg.run.seed
     say = (lambda _: None) if cfg.run.quiet else print
     set_aside(Path(cfg.run.folder))
     say("Fetching SmolLM2-135M-Instruct and the movie ratings (once) …")

@@ -188,31 +188,38 @@ class FitLog:
         return {f"eval_{k}": v for k, v in found.items()}
 
     def push(self, step: int, metrics: Any, state: FitState, frozen: FitFrozen) -> None:
-        """Takes a step that was just dispatched, and writes the one before it."""
-        every, judged = self.job.config.fit.eval_every, {}
-        last = step == self.job.steps
-        if self.job.held_out is not None and (last or (every and step % every == 0)):
-            judged = self._judged(state, frozen)
-        done, self._pending = self._pending, (step, metrics, judged)
+        """Takes a step that was just dispatched, and writes the one before it.
+
+        Where the held-out rows are due, it waits for this step and judges it.
+        """
+        done, self._pending = self._pending, (step, metrics)
         self._finish(done)
+        every, last = self.job.config.fit.eval_every, step == self.job.steps
+        if self.job.held_out is not None and (last or (every and step % every == 0)):
+            done, self._pending = self._pending, None
+            self._finish(done, lambda: self._judged(state, frozen))
 
     def flush(self) -> None:
         """Waits for the pending step, if any, and writes it."""
         done, self._pending = self._pending, None
         self._finish(done)
 
-    def _finish(self, done: tuple | None) -> None:
+    def _finish(
+        self,
+        done: tuple | None,
+        judge: Callable[[], dict[str, float]] = dict,
+    ) -> None:
         if done is None:
             return
-        step, metrics, judged = done
+        step, metrics = done
         values = {k: float(v) for k, v in jax.device_get(metrics).items()}
         # The schedule counts the steps that were taken, as the optimizer does.
         values["lr"] = float(np.asarray(self._schedule(step - 1 - self._skipped)))
         self._skipped += values["skipped"]
         values["epoch"] = step * self.job.config.fit.batch_size / len(self.job.data)
-        now = time.monotonic()
-        values["seconds"], self._clock = now - self._clock, now
-        values |= judged
+        values["seconds"] = time.monotonic() - self._clock
+        values |= judge()
+        self._clock = time.monotonic()
         self.writer.write(step, values)
         self.bar.step(step, values)
         if self.on_step is not None:

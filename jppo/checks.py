@@ -57,12 +57,12 @@ def check(cfg: Any) -> None:
     )
     _check_lora("policy", cfg.policy.lora)
     _check_lora("critic", cfg.critic.lora)
+    _require(cfg.run.steps >= 1, f"run.steps must be at least 1, got {cfg.run.steps}")
     _check_critic(cfg.critic, cfg.run.steps)
     _require(kl.horizon > 0, f"kl.horizon must be positive, got {kl.horizon}")
     _check_lr("actor_optim", cfg.actor_optim.lr)
     _check_lr("critic_optim", cfg.critic_optim.lr)
     _require(cfg.run.seed >= 0, f"run.seed must not be negative, got {cfg.run.seed}")
-    _require(cfg.run.steps >= 1, f"run.steps must be at least 1, got {cfg.run.steps}")
 
 
 def _check_critic(critic: Any, steps: int) -> None:

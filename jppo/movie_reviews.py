@@ -23,10 +23,10 @@ MAX_TOKENS = 24  # of the sentences that the reward model learns from
 class Size:
     """How much of everything: the full run, or a smaller one that shows it works."""
 
-    sentences: int = 1000  # the reward model learns from
+    sentences: int = 1600  # the reward model learns from
     judged: int = 300  # held-out sentences, all pairs among which are judged
-    openings: int = 128  # held-out openings, continued before and after
-    steps: int = 20
+    openings: int = 192  # held-out openings, continued before and after
+    steps: int = 22
 
 
 FULL, FAST = Size(), Size(sentences=256, judged=100, openings=32, steps=2)

@@ -197,22 +197,28 @@ def abstract_policy(setup: Setup) -> Params:
     return jax.eval_shape(lambda: transformer.init_params(setup.actor, key))
 
 
+def fresh_trees(
+    setup: Setup, key: Key[Array, ""], *, one_base: bool = False
+) -> tuple[TrainState, Frozen]:
+    """Everything on the device, with fresh weights.
+
+    one_base: the reward model's blocks are the policy's own arrays, as where it is
+    loaded as an adapter over the policy's base.
+    """
+    policy = transformer.init_params(setup.actor, key)
+    reward = None
+    if setup.reward is not None:
+        reward = transformer.init_params(setup.reward, key, scalar_head=True)
+        if one_base:
+            reward |= {k: policy[k] for k in ("embed", "blocks", "norm")}
+        if setup.reward_lora.rank:
+            lora = setup.reward_lora
+            factors = init_adapter(reward, key, rank=lora.rank, targets=lora.targets)
+            reward = overlay(reward, factors)
+    actor, critic, frozen = init_trees(setup, policy, reward, key)
+    return init_state(setup, actor, critic, key), frozen
+
+
 def abstract_trees(setup: Setup) -> tuple[TrainState, Frozen]:
     """Shapes of everything on the device, without a byte allocated."""
-
-    def build():
-        key = jax.random.key(0)
-        policy = transformer.init_params(setup.actor, key)
-        reward = None
-        if setup.reward is not None:
-            reward = transformer.init_params(setup.reward, key, scalar_head=True)
-            if setup.reward_lora.rank:
-                lora = setup.reward_lora
-                reward = overlay(
-                    reward,
-                    init_adapter(reward, key, rank=lora.rank, targets=lora.targets),
-                )
-        actor, critic, frozen = init_trees(setup, policy, reward, key)
-        return init_state(setup, actor, critic, key), frozen
-
-    return jax.eval_shape(build)
+    return jax.eval_shape(lambda: fresh_trees(setup, jax.random.key(0)))

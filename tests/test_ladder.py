@@ -17,7 +17,7 @@ LADDER = [
     "models models.*",
     "state decode gradients",
     "rollout ppo preference sft",
-    "programs fitting",
+    "programs fitting memory",
     "readers order tokens chat examples data rewards checkpoint metrics console assets"
     " report report.* fit_data run_folder loading",
     "text_reward job loop steplog fit_job fit_steps fit_loop reward_loop evaluation"

@@ -6,7 +6,8 @@
 Takes minutes on one core. Each `llama_*.npz` is a tiny random model with its weights
 (float16 values, so float32 holds them exactly), the config.json that transformers
 wrote, and its logits for a left-padded batch. `smollm2.npz` holds logits and greedy
-continuations of the real model; its weights stay outside the repository.
+continuations of the real model; its weights stay outside the repository. Each
+`family_*.npz` is one model of `tiny_families.py`, a byte a weight.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
+from tiny_families import FAMILIES, STEP, T, random_model
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 
@@ -141,6 +144,22 @@ def tiny_golden(name: str, seed: int) -> dict[str, np.ndarray]:
     }
 
 
+def family_golden(name: str) -> dict[str, np.ndarray]:
+    """A model of any family: config.json, weights in steps, and logits."""
+    model = random_model(name, 0)
+    tokens, mask = padded_batch(model.config.vocab_size, 0, t=T)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config = (Path(folder) / "config.json").read_text()
+        stored = load_file(next(Path(folder).glob("*.safetensors")))
+    weights = {
+        f"weights/{key}": (x / STEP).astype(np.int8) for key, x in stored.items()
+    }
+    logits = torch_logits(model, tokens, mask)
+    about = {"config": np.array(config), "step": np.float32(STEP)}
+    return about | {"tokens": tokens, "mask": mask, "logits": logits} | weights
+
+
 def greedy(model: Any, ids: list[int], steps: int) -> tuple[list[int], list[float]]:
     """Greedy tokens until eos, and by how much each one beat the second best."""
     import torch
@@ -216,6 +235,10 @@ def main() -> None:
     for seed, name in enumerate(TINY):
         file = GOLDENS / f"llama_{name}.npz"
         np.savez_compressed(file, **tiny_golden(name, seed))
+        print(json.dumps({"file": file.name, "bytes": file.stat().st_size}))
+    for name in FAMILIES:
+        file = GOLDENS / f"family_{name.replace(' ', '_')}.npz"
+        np.savez_compressed(file, **family_golden(name))
         print(json.dumps({"file": file.name, "bytes": file.stat().st_size}))
     if args.smollm2:
         file = GOLDENS / "smollm2.npz"

@@ -36,6 +36,8 @@ LOCAL = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+STEP = 1 / 64  # weights are −127 … 127 of these: exact in bfloat16, a byte in a golden
+T = 21  # tokens a row: longer than the windows, and than the scaled lengths
 SLIDE, FULL = "sliding_attention", "full_attention"
 GPT2 = {
     "n_embd": 32,
@@ -131,5 +133,6 @@ def random_model(name: str, seed: int, *, scorer: bool = False) -> Any:
         for key, p in model.named_parameters():
             norm = key.endswith(".weight") and ("norm" in key or ".ln_" in key)
             x = rng.normal(offset if norm else 0.0, 0.3, tuple(p.shape))
-            p.copy_(torch.from_numpy(x.astype(np.float16).astype(np.float32)))
+            steps = np.clip(np.round(x / STEP), -127, 127)
+            p.copy_(torch.from_numpy((steps * STEP).astype(np.float32)))
     return model.eval()

@@ -17,8 +17,8 @@ from typing import Any
 
 from jppo import memory, settings
 from jppo.config import LoraConfig, ModelConfig, Setup
-from jppo.job import frozen_layers
 from jppo.models.hf_config import config_from_json
+from jppo.state import make_roles
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
 BEGIN, END = "<!-- memory table -->", "<!-- end -->"
@@ -50,19 +50,13 @@ LAYOUTS: tuple[tuple[str, dict[str, Any], str], ...] = (
 def make_setup(model: ModelConfig, over: dict[str, Any], reward: str) -> Setup:
     """A run of this layout with four models of one shape."""
     top = -(-model.n_layers // 4)
-    cfg = settings.from_dict({k: top if v == "top" else v for k, v in over.items()})
-    cut = frozen_layers(model, cfg.policy.train_layers, "policy.train_layers")
+    over = {k: top if v == "top" else v for k, v in over.items()}
+    cfg = settings.from_dict(over | {"policy.dtype": model.dtype})
     return Setup(
-        config=cfg,
-        actor=model,
-        critic=model,
-        reward=None if reward == "none" else model,
+        **make_roles(cfg, model, None if reward == "none" else model),
         prompt_tokens=1,
         stop_ids=(0,),
         pad_id=0,
-        actor_frozen=cut,
-        critic_frozen=None if cfg.critic.layout == "shared" else cut,
-        reward_on_critic_base=cfg.critic.init == "reward",
         reward_lora=LoraConfig(rank=RANK if reward == "adapter" else 0),
     )
 

@@ -22,7 +22,6 @@ from jppo.examples import encode_example, encode_pair
 from jppo.fit_config import DPOConfig, FitAny, RewardFitConfig, SFTConfig
 from jppo.fit_data import PairSource, RankedSource, Source, TextSource, fitting
 from jppo.fitting import Objective, check_rows
-from jppo.job import frozen_layers
 from jppo.loading import Model, load_model
 from jppo.models import transformer
 from jppo.models.lora import overlay
@@ -30,7 +29,7 @@ from jppo.preference import dpo_objective, reward_objective
 from jppo.readers import DataError, Row, Rows, place, read_table
 from jppo.sft import sft_objective
 from jppo.sharding import make_mesh
-from jppo.state import as_frozen, init_fit, make_optimizer, trainable
+from jppo.state import as_frozen, frozen_layers, init_fit, make_optimizer, trainable
 from jppo.tokens import pad_token_id
 from jppo.types import FitFrozen, FitState, Params
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import jax
 
 from jppo import rewards
-from jppo.config import Config, ConfigError, LoraConfig, ModelConfig, Setup
+from jppo.config import Config, ConfigError, LoraConfig, Setup
 from jppo.data import PromptData, PromptRow, read_rows
 from jppo.loading import Model, load_model, load_scorer, lora_of, tokenizer_gap
 from jppo.rewards import RewardFn
 from jppo.sharding import make_mesh
-from jppo.state import init_state, init_trees
+from jppo.state import init_state, init_trees, make_roles
 from jppo.text_reward import TextReward
 from jppo.tokens import pad_token_id, stop_strings, stop_token_ids
 from jppo.types import Frozen, TrainState
@@ -34,17 +34,6 @@ class Job(NamedTuple):
     state: TrainState
     frozen: Frozen
     notes: tuple[str, ...] = ()  # what its user should know, a line each
-
-
-def frozen_layers(cfg: ModelConfig, train_layers: int | None, key: str) -> int | None:
-    """Blocks below those that learn; None where every weight learns."""
-    if train_layers is None:
-        return None
-    if not 0 <= train_layers <= cfg.n_layers:
-        raise ConfigError(
-            f"{key} is {train_layers}, the model has {cfg.n_layers} blocks"
-        )
-    return cfg.n_layers - train_layers
 
 
 def _check_room(cfg: Config, reward: Model, prompt_tokens: int) -> None:
@@ -63,41 +52,14 @@ def make_setup(
     cfg: Config, policy: Model, reward: Model | None, prompt_tokens: int
 ) -> Setup:
     """Everything static about the programs. Raises ConfigError where roles clash."""
-    actor = dataclasses.replace(
-        policy.config,
-        dtype=cfg.policy.dtype,
-        remat=cfg.policy.remat,
-        unroll=cfg.policy.unroll,
-        lora_scale=cfg.policy.lora.scale,
-    )
-    from_reward = cfg.critic.init == "reward"
-    if from_reward and reward is None:
-        raise ConfigError("critic.init=reward needs a reward model (reward.model)")
     if reward is not None:
         _check_room(cfg, reward, prompt_tokens)
-    like = {"dtype": actor.dtype, "remat": actor.remat, "unroll": actor.unroll}
-    reward_cfg = reward and dataclasses.replace(reward.config, **like)
-    critic = reward_cfg if from_reward else actor
-    assert critic is not None
-    if not from_reward or cfg.critic.lora.rank:
-        critic = dataclasses.replace(critic, lora_scale=cfg.critic.lora.scale)
-    layers = cfg.critic.train_layers
-    shared = cfg.critic.layout == "shared"
-    cut = None if shared else frozen_layers(critic, layers, "critic.train_layers")
     stops = stop_token_ids(policy.tokenizer, cfg.sampling.stop)
     return Setup(
-        config=cfg,
-        actor=actor,
-        critic=critic,
-        reward=reward_cfg,
+        **make_roles(cfg, policy.config, reward and reward.config),
         prompt_tokens=prompt_tokens,
         stop_ids=stops,
         pad_id=pad_token_id(policy.tokenizer, stops),
-        actor_frozen=frozen_layers(
-            actor, cfg.policy.train_layers, "policy.train_layers"
-        ),
-        critic_frozen=cut,
-        reward_on_critic_base=from_reward,
         reward_lora=(reward and lora_of(reward)) or LoraConfig(),
         stop_strings=_stop_strings(cfg, policy),
     )

@@ -21,14 +21,13 @@ from jppo.data import DataError, Pair, encode, pad
 from jppo.fit_config import PairLossConfig
 from jppo.fit_steps import fit_steps
 from jppo.fitting import build_fit
-from jppo.job import frozen_layers
 from jppo.loading import Model
 from jppo.models import transformer
 from jppo.order import RowOrder
 from jppo.preference import reward_objective
 from jppo.rollout import run_trunk, sequence_scores
 from jppo.sharding import make_mesh
-from jppo.state import init_fit, make_optimizer
+from jppo.state import frozen_layers, init_fit, make_optimizer
 from jppo.types import FitFrozen, Params, RankedBatch
 
 PASS_TOKENS = 512  # tokens of one forward pass over many texts: kind to CPU caches

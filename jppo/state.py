@@ -6,6 +6,7 @@ tree: the real arrays, their shardings, and what a checkpoint must hold.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Key
 
-from jppo.config import LoraConfig, OptimConfig, Setup
+from jppo.config import (
+    Config,
+    ConfigError,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    Setup,
+)
 from jppo.models import transformer
 from jppo.models.lora import init_adapter, overlay, split_adapter
 from jppo.types import FitState, Frozen, Params, TrainState
@@ -24,6 +32,51 @@ class Optimizers(NamedTuple):
 
     actor: optax.GradientTransformation
     critic: optax.GradientTransformation
+
+
+def frozen_layers(cfg: ModelConfig, train_layers: int | None, key: str) -> int | None:
+    """Blocks below those that learn; None where every weight learns."""
+    if train_layers is None:
+        return None
+    if not 0 <= train_layers <= cfg.n_layers:
+        raise ConfigError(
+            f"{key} is {train_layers}, the model has {cfg.n_layers} blocks"
+        )
+    return cfg.n_layers - train_layers
+
+
+def make_roles(
+    cfg: Config, policy: ModelConfig, reward: ModelConfig | None
+) -> dict[str, Any]:
+    """The fields of a `Setup` that say what each role is and which blocks learn."""
+    actor = dataclasses.replace(
+        policy,
+        dtype=cfg.policy.dtype,
+        remat=cfg.policy.remat,
+        unroll=cfg.policy.unroll,
+        lora_scale=cfg.policy.lora.scale,
+    )
+    from_reward = cfg.critic.init == "reward"
+    if from_reward and reward is None:
+        raise ConfigError("critic.init=reward needs a reward model (reward.model)")
+    like = {"dtype": actor.dtype, "remat": actor.remat, "unroll": actor.unroll}
+    reward = reward and dataclasses.replace(reward, **like)
+    critic = reward if from_reward else actor
+    assert critic is not None
+    if not from_reward or cfg.critic.lora.rank:
+        critic = dataclasses.replace(critic, lora_scale=cfg.critic.lora.scale)
+    layers, shared = cfg.critic.train_layers, cfg.critic.layout == "shared"
+    cut = None if shared else frozen_layers(critic, layers, "critic.train_layers")
+    top = frozen_layers(actor, cfg.policy.train_layers, "policy.train_layers")
+    return {
+        "config": cfg,
+        "actor": actor,
+        "critic": critic,
+        "reward": reward,
+        "actor_frozen": top,
+        "critic_frozen": cut,
+        "reward_on_critic_base": from_reward,
+    }
 
 
 def make_schedule(cfg: OptimConfig, total_steps: int) -> optax.Schedule:

@@ -114,15 +114,12 @@ def run_fit(
                 log.push(step, metrics, state, frozen)
                 every = cfg.run.checkpoint_every
                 if every and step % every == 0 and step < job.steps:
-                    log.flush()
                     folder.save(state)
-            log.flush()
             bar.phase("finish")
             state, summary = finish(job, run, state, frozen, folder.path)
             folder.save(state)
         except BaseException:
             folder.save_interrupted(state)
-            log.flush()
             raise
         text = json.dumps(summary, indent=2, ensure_ascii=False)
         (folder.path / "summary.json").write_text(text + "\n", encoding="utf-8")
@@ -145,7 +142,7 @@ def export_fit(model: Model, cfg: FitAny, folder: Path) -> None:
 
 
 class FitLog:
-    """Writes each step when the next one is already on the device."""
+    """Waits for each step, judges held-out rows where they are due, and writes both."""
 
     def __init__(
         self,
@@ -157,7 +154,7 @@ class FitLog:
         start: int,
     ):
         self.job, self.run, self.writer, self.bar = job, run, writer, bar
-        self.on_step, self._pending = on_step, None
+        self.on_step = on_step
         self._schedule = make_schedule(job.config.optim, job.steps)
         rows = read_jsonl(writer.folder / "metrics.jsonl") if start else []
         self._skipped = sum(row.get("skipped") or 0 for row in rows)
@@ -188,37 +185,17 @@ class FitLog:
         return {f"eval_{k}": v for k, v in found.items()}
 
     def push(self, step: int, metrics: Any, state: FitState, frozen: FitFrozen) -> None:
-        """Takes a step that was just dispatched, and writes the one before it.
-
-        Where the held-out rows are due, it waits for this step and judges it.
-        """
-        done, self._pending = self._pending, (step, metrics)
-        self._finish(done)
-        every, last = self.job.config.fit.eval_every, step == self.job.steps
-        if self.job.held_out is not None and (last or (every and step % every == 0)):
-            done, self._pending = self._pending, None
-            self._finish(done, lambda: self._judged(state, frozen))
-
-    def flush(self) -> None:
-        """Waits for the pending step, if any, and writes it."""
-        done, self._pending = self._pending, None
-        self._finish(done)
-
-    def _finish(
-        self,
-        done: tuple | None,
-        judge: Callable[[], dict[str, float]] = dict,
-    ) -> None:
-        if done is None:
-            return
-        step, metrics = done
+        """Writes a step that was just dispatched, when it is done."""
+        fit = self.job.config.fit
         values = {k: float(v) for k, v in jax.device_get(metrics).items()}
         # The schedule counts the steps that were taken, as the optimizer does.
         values["lr"] = float(np.asarray(self._schedule(step - 1 - self._skipped)))
         self._skipped += values["skipped"]
-        values["epoch"] = step * self.job.config.fit.batch_size / len(self.job.data)
+        values["epoch"] = step * fit.batch_size / len(self.job.data)
         values["seconds"] = time.monotonic() - self._clock
-        values |= judge()
+        due = step == self.job.steps or (fit.eval_every and step % fit.eval_every == 0)
+        if self.job.held_out is not None and due:
+            values |= self._judged(state, frozen)
         self._clock = time.monotonic()
         self.writer.write(step, values)
         self.bar.step(step, values)

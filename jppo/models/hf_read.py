@@ -117,7 +117,11 @@ def _check_names(
     missing = expected - names - {"score.bias"}
     buffers = {name for name in names - expected if name.endswith(BUFFERS)}
     extra = names - allowed - buffers
-    for what, which in (("missing", missing), ("unexpected", extra)):
-        if which:
-            some = ", ".join(sorted(which)[:3])
-            raise ValueError(f"{where}: {len(which)} {what} tensor(s): {some}")
+    # Both at once: a renamed tensor is one that is missing and one that is not known.
+    odd = [
+        f"{len(which)} {what} tensor(s): {', '.join(sorted(which)[:3])}"
+        for what, which in (("missing", missing), ("unexpected", extra))
+        if which
+    ]
+    if odd:
+        raise ValueError(f"{where}: {'; '.join(odd)}")

@@ -1,5 +1,6 @@
 """GGUF files: a tiny one written here, and the real one's tokenizer."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file
 
 from jppo.loading import load_model
 from jppo.models.gguf import NAMES, convert_gguf, gguf_tokenizer, load_gguf
-from jppo.models.hf import load_hf
+from jppo.models.hf import load_hf, save_hf
 from jppo.models.tokenizer import load_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -26,17 +27,20 @@ def permute(x: np.ndarray, head_dim: int) -> np.ndarray:
     return x.reshape(-1, head_dim, x.shape[-1])[:, order].reshape(x.shape)
 
 
-def write_gguf(file: Path, hf_dir: Path, arch: str = "llama", **changes) -> None:
+def write_gguf(
+    file: Path, hf_dir: Path, arch: str = "llama", cfg=CFG, **changes
+) -> None:
+    """stored: tensor name in the GGUF → (its kind, its bytes as rows of uint8)."""
     writer = gguf.GGUFWriter(file, arch)
-    writer.add_context_length(CFG.max_positions)
-    writer.add_embedding_length(CFG.d_model)
-    writer.add_block_count(CFG.n_layers)
-    writer.add_feed_forward_length(CFG.d_mlp)
-    writer.add_head_count(CFG.n_heads)
-    writer.add_head_count_kv(CFG.n_kv_heads)
-    writer.add_key_length(CFG.head_dim)
-    writer.add_rope_freq_base(CFG.rope_theta)
-    writer.add_layer_norm_rms_eps(CFG.norm_eps)
+    writer.add_context_length(cfg.max_positions)
+    writer.add_embedding_length(cfg.d_model)
+    writer.add_block_count(cfg.n_layers)
+    writer.add_feed_forward_length(cfg.d_mlp)
+    writer.add_head_count(cfg.n_heads)
+    writer.add_head_count_kv(cfg.n_kv_heads)
+    writer.add_key_length(cfg.head_dim)
+    writer.add_rope_freq_base(cfg.rope_theta)
+    writer.add_layer_norm_rms_eps(cfg.norm_eps)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(changes.get("pre", "smollm"))
     writer.add_token_list(TOKENS)
@@ -55,12 +59,11 @@ def write_gguf(file: Path, hf_dir: Path, arch: str = "llama", **changes) -> None
             _, _, i, stem = stem.split(".", 3)
             layer = f"blk.{i}."
         if stem.endswith(("q_proj", "k_proj")):
-            x = permute(x, CFG.head_dim)
-        kind = None
-        if hf_names[stem] == changes.get("quantise"):
-            kind = gguf.GGMLQuantizationType.Q8_0
-            x = gguf.quantize(x, kind)
-        writer.add_tensor(f"{layer}{hf_names[stem]}.weight", x, raw_dtype=kind)
+            x = permute(x, cfg.head_dim)
+        kind, name = None, f"{layer}{hf_names[stem]}.weight"
+        if name in changes.get("stored", {}):
+            kind, x = changes["stored"][name]
+        writer.add_tensor(name, x, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -111,14 +114,81 @@ def test_tokenizer_splits_digits_and_blanks(tiny):
     assert (tok.bos_token_id, tok.eos_token_id, tok.pad_token_id) == (0, 0, 0)
 
 
-def test_dequantises(tmp_path, saved):
-    """A Q8_0 block of 32 values keeps each to half a step of float16."""
-    write_gguf(tmp_path / "q.gguf", saved, quantise="ffn_gate")
-    got = load_gguf(tmp_path / "q.gguf")[1]["blocks"]["mlp"]["gate"]["kernel"]
-    want = random_params(CFG)["blocks"]["mlp"]["gate"]["kernel"]
-    step = np.abs(want).max(1, keepdims=True) / 127  # d = 32: a block an output
-    assert (np.abs(got - want) <= 0.6 * step).all()
-    assert (got != want).any()
+KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"]
+WIDE = dataclasses.replace(CFG, d_model=256, n_layers=1)  # K blocks hold 256 weights
+GATE = "blk.0.ffn_gate.weight"
+
+
+def block_bytes(kind, x: np.ndarray) -> np.ndarray:
+    """x as this kind stores it; the package cannot write K blocks: random ones then."""
+    try:
+        return gguf.quantize(x, kind)
+    except NotImplementedError:
+        size = gguf.GGML_QUANT_SIZES[kind][1]
+        rows = np.random.default_rng(0).integers(0, 256, (len(x), size), np.uint8)
+        scales = slice(0, 4) if kind.name == "Q4_K" else slice(-2, None)
+        width = len(range(*scales.indices(size))) // 2
+        rows[:, scales] = np.full((len(x), width), 0.01, np.float16).view(np.uint8)
+        return rows
+
+
+def by_hand(kind: str, row: np.ndarray) -> np.ndarray:
+    """256 weights of one K block, from the format's description in ggml-common.h."""
+    if kind == "Q6_K":  # 128 + 64 bytes of low and high bits, 16 scales, d
+        low, high, scales = row[:128], row[128:192], row[192:208].view(np.int8)
+        d = np.float32(row[208:].view(np.float16)[0])
+        out = np.zeros(256, np.float32)
+        for i in range(256):
+            half, j = divmod(i, 128)
+            quarter, k = divmod(j, 32)
+            nibble = low[64 * half + k + 32 * (quarter % 2)] >> 4 * (quarter // 2)
+            bits = high[32 * half + k] >> 2 * quarter
+            value = (nibble & 15 | (bits & 3) << 4).astype(np.int32) - 32
+            out[i] = d * scales[i // 16] * value
+        return out
+    d, least = row[:4].view(np.float16).astype(np.float32)
+    packed, nibbles, out = row[4:16].astype(np.int32), row[16:], []
+    for j in range(8):  # sub-blocks of 32, with a scale and a minimum of 6 bits each
+        if j < 4:
+            scale, low = packed[j] & 63, packed[j + 4] & 63
+        else:
+            scale = packed[j + 4] & 15 | packed[j - 4] >> 6 << 4
+            low = packed[j + 4] >> 4 | packed[j] >> 6 << 4
+        part = nibbles[32 * (j // 2) : 32 * (j // 2) + 32] >> 4 * (j % 2) & 15
+        out.append(d * scale * part - least * low)
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_dequantises(tmp_path, name):
+    kind = gguf.GGMLQuantizationType[name]
+    params = random_params(WIDE)
+    save_hf(tmp_path / "m", WIDE, params)
+    want = np.asarray(params["blocks"]["mlp"]["gate"]["kernel"][0]).T
+    rows = block_bytes(kind, np.ascontiguousarray(want))
+    write_gguf(
+        tmp_path / "q.gguf", tmp_path / "m", cfg=WIDE, stored={GATE: (kind, rows)}
+    )
+    cfg, got = load_gguf(tmp_path / "q.gguf")
+    assert cfg == WIDE
+    got = np.asarray(got["blocks"]["mlp"]["gate"]["kernel"][0]).T
+    if name.endswith("_K"):
+        want = np.stack([by_hand(name, row) for row in rows])
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        assert got.std() > 0.1
+        return
+    blocks = np.abs(want).reshape(-1, 8, 32).max(-1).repeat(32, -1)
+    spread = np.ptp(want.reshape(-1, 8, 32), axis=-1).repeat(32, -1)
+    step = {
+        "F32": 0,
+        "F16": 2**-11 * np.abs(want) + 2**-25,  # and subnormals
+        "BF16": 2**-8 * np.abs(want),
+        "Q8_0": 0.6 * blocks / 127,  # the scale itself is float16
+        "Q4_0": 1.01 * blocks / 8,
+        "Q4_1": 0.55 * spread / 15,
+    }[name]
+    assert (np.abs(got - want) <= step).all()
+    assert (name == "F32") == (got == want).all()
 
 
 @pytest.mark.parametrize(

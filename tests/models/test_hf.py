@@ -1,5 +1,6 @@
 """Weights in and out: against torch's goldens, and bit for bit there and back."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jppo.config import ModelConfig
 from jppo.models import transformer
 from jppo.models.hf import load_hf, save_hf
+from jppo.sharding import make_mesh, tree_shardings
 
 GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
 
@@ -179,3 +181,24 @@ def test_what_may_be_extra(saved):
 def test_host_leaves_are_numpy(saved):
     leaves = jax.tree.leaves(load_hf(saved, host=True)[1])
     assert all(type(x) is np.ndarray for x in leaves)
+
+
+# ── straight onto a mesh ─────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_leaves_are_laid_out_as_they_are_read(tmp_path, sizes):
+    cfg = dataclasses.replace(CFG, vocab_size=16)
+    params = random_params(cfg)
+    save_hf(tmp_path / "m", cfg, params)
+    mesh = make_mesh(sizes)
+    again, placed = load_hf(tmp_path / "m", mesh=mesh)
+    assert again == cfg
+    assert_same(placed, params)
+    want = tree_shardings(params, mesh)
+    same = jax.tree.map(
+        lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), placed, want
+    )
+    assert all(jax.tree.leaves(same))
+    shard = placed["blocks"]["mlp"]["up"]["kernel"].addressable_shards[0]
+    assert shard.data.size == CFG.n_layers * 32 * 64 // 8

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_dirs import CFG, edit_config, edit_tensors, random_params
+from safetensors.numpy import load_file
 
 from jppo.config import ModelConfig
 from jppo.models.hf import load_hf, save_hf
@@ -77,6 +78,11 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ({"policy.extra": np.ones(2, np.float32)}, "1 unexpected tensor.*policy.extra"),
         ({"score.bias": np.ones(1, np.float32)}, "unexpected tensor.*score.bias"),
         ({UP: np.ones((32, 64), np.float32)}, r"\(32, 64\), expected \(64, 32\)"),
+        ({UP: np.ones((1, 64, 32), np.float32)}, r"shape \(1, 64, 32\), expected"),
+        (
+            {UP: None, UP.replace("up_proj", "up"): np.ones((64, 32), np.float32)},
+            f"1 missing tensor.*{UP}.*1 unexpected tensor.*mlp.up.weight",
+        ),
         ({UP: np.full((64, 32), np.nan, np.float32)}, f"{UP} has a NaN"),
         ({UP: np.ones((64, 32), np.int8)}, f"{UP} is I8"),
     ],
@@ -102,6 +108,12 @@ def test_head_must_be_what_the_config_says(tmp_path, saved):
     edit_config(tmp_path / "rm", architectures=["LlamaForCausalLM"])
     with pytest.raises(ValueError, match="unexpected tensor.*score"):
         load_hf(tmp_path / "rm")
+    edit_config(tmp_path / "rm", architectures=["LlamaForSequenceClassification"])
+    score = load_file(tmp_path / "rm" / "model.safetensors")["score.weight"]
+    edit_tensors(tmp_path / "rm", **{"score.weight": None, "v_head.weight": score})
+    with pytest.raises(ValueError, match="missing.*score.weight.*v_head.weight"):
+        load_hf(tmp_path / "rm")
+    edit_tensors(tmp_path / "rm", **{"v_head.weight": None, "score.weight": score})
     edit_config(tmp_path / "rm", architectures=...)
     assert "head" in load_hf(tmp_path / "rm")[1]
 

@@ -100,6 +100,8 @@ def on_mesh(mesh: Mesh, rules: Rules = TRAIN_RULES) -> Place:
         leaf = jax.jit(lambda: jnp.zeros(shape, jnp.float32), out_shardings=whole)()
         for i, x in enumerate(layers):
             leaf = fill(leaf, _spread(x, part), i)
+            # Or reading runs ahead, and the host holds every layer that waits.
+            jax.block_until_ready(leaf)
         return leaf
 
     return place

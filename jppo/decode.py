@@ -18,7 +18,7 @@ from jppo.config import ModelConfig, SamplingConfig
 from jppo.logprobs import head_logits, token_logprobs
 from jppo.models import transformer
 from jppo.models.layers import Block, Cache, layer_kinds
-from jppo.sharding import BATCH, DECODE_RULES, constrain, constrain_tree
+from jppo.sharding import BATCH, DECODE_RULES, HEADS, constrain, constrain_tree
 from jppo.types import Params, Prompts, Rollout
 
 
@@ -59,7 +59,7 @@ def forward_cached(
 def empty_caches(cfg: ModelConfig, b: int, s: int) -> tuple[Cache, ...]:
     """Zeroed caches of `s` columns, one a layer, in the compute dtype."""
     zeros = jnp.zeros((b, s, cfg.n_kv_heads, cfg.head_dim), jnp.dtype(cfg.dtype))
-    zeros = constrain(zeros, BATCH, None, "tensor", None)
+    zeros = constrain(zeros, BATCH, None, HEADS, None)
     return tuple(Cache(zeros, zeros) for _ in range(cfg.n_layers))
 
 

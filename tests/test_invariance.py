@@ -15,6 +15,9 @@ RUNS = [  # mesh, settings
     pytest.param({"data": 8}, {}, id="data=8", marks=slow),
     pytest.param({"fsdp": 8}, {}, id="fsdp=8", marks=slow),
     pytest.param({"fsdp": 4, "tensor": 2}, {}, id="fsdp=4 tensor=2", marks=slow),
+    # 4 query heads and 2 of keys and values do not divide: they stay whole
+    pytest.param({"tensor": 8}, {}, id="tensor=8", marks=slow),
+    pytest.param({"fsdp": 2, "tensor": 4}, {}, id="fsdp=2 tensor=4"),
     pytest.param(
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"ppo.micro_batches": 2},

@@ -25,7 +25,8 @@ LADDER = [
     "cli quickstart __init__",
 ]
 # Within the vocabulary, and beside it: who may lean on a neighbour.
-BASE = {k: set() for k in ("masked", "model_config", "checks", "types", "sharding")} | {
+BASE = {k: set() for k in ("masked", "model_config", "checks", "types")} | {
+    "sharding": {"checks"},
     "config": {"model_config", "checks"},
     "settings": {"config"},
     "fit_config": {"model_config", "checks", "config"},

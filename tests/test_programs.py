@@ -1,5 +1,6 @@
 """The compiled programs: one truth, compiled once, donated, and never talking home."""
 
+import math
 import re
 
 import jax
@@ -14,6 +15,7 @@ from jppo.sharding import make_mesh
 from jppo.state import abstract_trees, make_optimizers
 
 B = tiny.B
+WIDE = tiny.dataclasses.replace(tiny.CFG, d_model=128, head_dim=32, d_mlp=256)
 
 
 def staged(world, state, frozen, prompts, *scores):
@@ -166,8 +168,9 @@ def test_uneven_batches_name_both_numbers(batch, minibatches, micro, mesh, says)
 def test_build_refuses_a_mesh_that_does_not_fit():
     with pytest.raises(ValueError, match="needs 3 devices, 8 are attached"):
         programs.build(tiny.make_setup({"mesh.fsdp": 3}))
-    with pytest.raises(ValueError, match="size 2 does not divide.*'tensor' of 8"):
-        programs.build(tiny.make_setup(), make_mesh({"tensor": 8}))
+    odd = tiny.dataclasses.replace(tiny.CFG, vocab_size=12)
+    with pytest.raises(ConfigError, match="size 12 does not divide.*'tensor' of 8"):
+        programs.build(tiny.make_setup(cfg=odd), make_mesh({"tensor": 8}))
     assert programs.build(tiny.make_setup()).mesh.shape["fsdp"] == 8  # the default: −1
 
 
@@ -189,6 +192,64 @@ def test_lowering_keeps_the_layout_of_activations():
     text = run.generate.lower(*args).as_text()
     pinned = re.findall(r"sharding_constraint|@Sharding", text)
     assert len(pinned) > 2 * setup.actor.n_layers
+
+
+def computations(text):
+    """Name → lines of every computation in a compiled program."""
+    found, lines = {}, []
+    for line in text.splitlines():
+        if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            lines = found.setdefault(head[1], [])
+        elif line.startswith("  "):
+            lines.append(line)
+    return found
+
+
+def inside_loops(text):
+    """Lines of all computations that some while loop runs, directly or not."""
+    found = computations(text)
+    calls = {
+        name: set(re.findall(r"%([\w.\-]+)", "\n".join(lines))) & found.keys()
+        for name, lines in found.items()
+    }
+    todo = {
+        body
+        for lines in found.values()
+        for line in lines
+        for body in re.findall(r"(?:body|condition)=%?([\w.\-]+)", line)
+    }
+    seen = set()
+    while todo:
+        seen.add(name := todo.pop())
+        todo |= calls[name] - seen
+    return [line for name in seen for line in found[name]]
+
+
+def gathers(lines):
+    """Elements of every array that an all-gather makes."""
+    found = []
+    for line in lines:
+        if re.search(r" all-gather(-start)?\(", line):
+            shape = re.findall(r"\[([\d,]*)\]", line.split(" all-gather")[0])[-1]
+            found.append(math.prod(int(n) for n in shape.split(",") if n))
+    return found
+
+
+def test_weights_are_gathered_once_a_rollout():
+    """Before prefill and loop, all layers of a projection at once; never inside.
+
+    Left to itself the compiler gathers each layer for the prefill and for the loop.
+    """
+    setup = tiny.make_setup(cfg=WIDE)
+    run = programs.build(setup, make_mesh({"fsdp": 4, "tensor": 2}))
+    args = *abstract_trees(setup), programs.abstract_prompts(setup)
+    text = run.generate.lower(*args).compile().as_text()
+    part = WIDE.d_model * WIDE.head_dim  # of k or v in one layer, over tensor=2
+    big = [n for n in gathers(text.splitlines()) if n >= part]
+    assert len(big) == len(("q", "k", "v", "o", "gate", "up", "down"))
+    assert min(big) == WIDE.n_layers * part
+    inside = gathers(inside_loops(text))
+    assert inside and max(inside) < part  # samples and masks alone
 
 
 def test_placed_trees_lie_as_the_rules_say():

@@ -1,5 +1,6 @@
 """Placement: one rule a leaf, errors that name the leaf, and layouts that are real."""
 
+import dataclasses
 import re
 
 import jax
@@ -10,6 +11,7 @@ import tiny
 from jax.sharding import PartitionSpec
 
 from jppo import sharding as sh
+from jppo.config import ConfigError
 from jppo.state import abstract_trees
 
 SETUPS = {
@@ -21,6 +23,9 @@ SETUPS = {
         {"critic.init": "reward"}, reward=True, frozen=1, on_critic=True
     ),
 }
+
+
+SIZES = {"slice": 1, "data": 1, "fsdp": 4, "tensor": 2}
 
 
 def leaves(tree):
@@ -37,7 +42,8 @@ def test_every_leaf_has_exactly_one_rule(setup, rules):
     for name, leaf in arrays.items():
         hits = [spec for pattern, spec in rules if re.search(pattern, name)]
         assert len(hits) == 1, name
-        assert sh.spec_of(name, leaf.shape, rules) == PartitionSpec(*hits[0])
+        plain = [axis and axis.removesuffix("?") for axis in hits[0]]  # all divide
+        assert sh.spec_of(name, leaf.shape, rules, SIZES) == PartitionSpec(*plain)
     assert any("mu/blocks" in name for name in arrays)
     scalars = [name for name, leaf in found.items() if not leaf.shape]
     assert {"0/beta", "0/key", "0/step"} <= set(scalars)
@@ -59,8 +65,10 @@ def test_moments_lie_where_their_params_lie():
 def test_every_big_leaf_is_cut_over_fsdp():
     for name, leaf in leaves(abstract_trees(SETUPS["reward"])).items():
         if leaf.ndim >= 2 and not re.search(r"norm|(^|/)head", name):
-            assert "fsdp" in sh.spec_of(name, leaf.shape, sh.TRAIN_RULES), name
-            assert "fsdp" not in sh.spec_of(name, leaf.shape, sh.DECODE_RULES), name
+            assert "fsdp" in sh.spec_of(name, leaf.shape, sh.TRAIN_RULES, SIZES), name
+            assert "fsdp" not in sh.spec_of(name, leaf.shape, sh.DECODE_RULES, SIZES), (
+                name
+            )
 
 
 def test_no_rule_and_two_rules_are_errors_that_name_the_leaf():
@@ -77,10 +85,34 @@ def test_no_rule_and_two_rules_are_errors_that_name_the_leaf():
 
 def test_uneven_cut_names_path_dimension_and_axis():
     mesh = sh.make_mesh({"tensor": 8})
-    with pytest.raises(ValueError) as error:
-        sh.tree_shardings({"actor": tiny.params()}, mesh)
-    for part in ("'actor/blocks/attn/", "dimension 2", "axis 'tensor' of 8", "size 2"):
-        assert part in str(error.value)
+    tree = {"actor": {"embed": {"embedding": jnp.zeros((12, 16))}}}
+    with pytest.raises(ConfigError) as error:
+        sh.tree_shardings(tree, mesh)
+    assert str(error.value) == (
+        "'actor/embed/embedding' dimension 0 of size 12 does not divide over mesh axis"
+        " 'tensor' of 8; 1, 2, 3, 4, 6 would do"
+    )
+
+
+@pytest.mark.parametrize(
+    "tensor, q, k", [(2, 2, 1), (4, 1, 2), (8, 4, 2)], ids=["all", "queries", "none"]
+)
+def test_heads_are_cut_where_they_divide(tensor, q, k):
+    """Of 4 query heads and 2 of keys and values; the MLP is cut in any case."""
+    mesh = sh.make_mesh({"tensor": tensor, "fsdp": -1})
+    placed = sh.tree_shardings(tiny.params(), mesh)["blocks"]
+    heads = {
+        name: placed["attn"][name]["kernel"].shard_shape(shape)[axis]
+        for name, shape, axis in (
+            ("q", (2, 16, 4, 4), 2),
+            ("k", (2, 16, 2, 4), 2),
+            ("v", (2, 16, 2, 4), 2),
+            ("o", (2, 4, 4, 16), 1),
+        )
+    }
+    assert heads == {"q": q, "k": k, "v": k, "o": q}
+    up = placed["mlp"]["up"]["kernel"].shard_shape((2, 16, 32))
+    assert up == (2, 16 * tensor // 8, 32 // tensor)
 
 
 def test_a_rule_may_cut_one_dimension_over_two_axes():
@@ -125,6 +157,26 @@ def test_mesh_sizes(sizes, shape):
 def test_mesh_errors(sizes, says):
     with pytest.raises(ValueError, match=says):
         sh.make_mesh(sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What the arrangement of devices looks at."""
+
+    id: int
+    slice_index: int
+    platform: str = "gpu"
+    device_kind: str = "H100"
+    process_index: int = 0
+
+
+def test_only_the_slice_axis_crosses_slices():
+    chips = [Chip(i, slice_index=i % 2) for i in range(8)]  # listed in turns
+    found = sh.arranged(chips, (2, 1, 2, 2))
+    assert [{c.slice_index for c in part.flat} for part in found] == [{0}, {1}]
+    assert sorted(chip.id for chip in found.flat) == list(range(8))
+    with pytest.raises(ConfigError, match="in 2 slices, mesh.slice is 1: set mesh.sli"):
+        sh.arranged(chips, (1, 1, 8, 1))
 
 
 def test_constrain_demands_a_spec_for_every_dimension():

@@ -28,7 +28,7 @@ from jppo.models.hf_config import config_from_json, config_to_json
 from jppo.models.hf_layout import layout
 from jppo.models.hf_read import Layers, Params, Place, on_host, params_from
 from jppo.models.lora import is_factor, merged_layer
-from jppo.sharding import TRAIN_RULES, Rules, spec_of, tree_shardings
+from jppo.sharding import TRAIN_RULES, Rules, tree_shardings
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -91,7 +91,7 @@ def on_mesh(mesh: Mesh, rules: Rules = TRAIN_RULES) -> Place:
                                rules)[key]  # fmt: skip
         if not key.startswith("blocks/"):
             return _spread(next(layers), whole)
-        part = NamedSharding(mesh, PartitionSpec(*spec_of(key, shape, rules)[1:]))
+        part = NamedSharding(mesh, PartitionSpec(*whole.spec[1:]))
         fill = jax.jit(
             lambda leaf, x, i: jax.lax.dynamic_update_index_in_dim(leaf, x, i, 0),
             donate_argnums=0,

@@ -165,7 +165,8 @@ def generate(
     0, greedy decoding, of the untempered distribution).
     """
     p, t = prompts.tokens.shape[1], settings.max_new_tokens
-    params = constrain_tree(params, DECODE_RULES)
+    # Cast first: half the bytes are gathered, and read again at every token.
+    params = constrain_tree(transformer.as_frozen(params, cfg.dtype), DECODE_RULES)
     layers, head = unstack(params), transformer.lm_kernel(params)
     cap = cfg.final_softcap
     row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, prompts.row)

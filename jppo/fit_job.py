@@ -29,7 +29,7 @@ from jppo.preference import dpo_objective, reward_objective
 from jppo.readers import DataError, Row, Rows, place, read_table
 from jppo.sft import sft_objective
 from jppo.sharding import make_mesh
-from jppo.state import as_frozen, frozen_layers, init_fit, make_optimizer, trainable
+from jppo.state import frozen_layers, init_fit, make_optimizer, trainable
 from jppo.tokens import pad_token_id
 from jppo.types import FitFrozen, FitState, Params
 
@@ -85,7 +85,9 @@ def start_of(cfg: FitAny, model: Model) -> Start:
     adapted = learns is not rest
     under = rest if adapted or isinstance(cfg, DPOConfig) else {}
     under = {k: v for k, v in under.items() if k != "head"}
-    return Start(shape, learns, as_frozen(FitFrozen(base, under), shape.dtype))
+    return Start(
+        shape, learns, transformer.as_frozen(FitFrozen(base, under), shape.dtype)
+    )
 
 
 def whole_params(frozen: FitFrozen, params: Params) -> Params:

@@ -193,7 +193,7 @@ def init_trees(
         reward=rest if on_critic else reward,
         reward_base=None if on_critic or reward is None else {},
     )
-    return actor, critic, as_frozen(frozen, setup.actor.dtype)
+    return actor, critic, transformer.as_frozen(frozen, setup.actor.dtype)
 
 
 def trainable(params: Params, lora: LoraConfig, key: Array) -> Params:
@@ -218,30 +218,6 @@ def whole_critic(setup: Setup, state: TrainState, frozen: Frozen) -> Params:
         return {k: v for k, v in policy.items() if k != "lm_head"} | state.critic
     critic = overlay(frozen.critic_under, state.critic)
     return transformer.merge_params(frozen.critic_base, critic)
-
-
-def as_frozen(tree: Any, dtype: str) -> Any:
-    """A tree as it is kept while it does not learn: matrices in the compute dtype.
-
-    Exact, because every product casts them to it anyway. An array that occurs twice
-    is cast once, so that it stays one array.
-    """
-    cast: dict[int, Any] = {}
-
-    def keep(path: Any, leaf: Any) -> Any:
-        matrix = path[-1].key in ("kernel", "embedding", "positions")
-        if not matrix or _is_head(path) or leaf.dtype == jnp.dtype(dtype):
-            return leaf
-        if id(leaf) not in cast:
-            cast[id(leaf)] = leaf.astype(jnp.dtype(dtype))
-        return cast[id(leaf)]
-
-    return jax.tree_util.tree_map_with_path(keep, tree)
-
-
-def _is_head(path: Any) -> bool:
-    """The scalar head works in float32."""
-    return len(path) > 1 and getattr(path[-2], "key", None) == "head"
 
 
 def abstract_policy(setup: Setup) -> Params:

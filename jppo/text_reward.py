@@ -16,10 +16,10 @@ import numpy as np
 from jppo.config import ConfigError
 from jppo.examples import encode_example
 from jppo.loading import Model
+from jppo.models.transformer import as_frozen
 from jppo.readers import DataError
 from jppo.rollout import sequence_scores
 from jppo.sharding import batch_sharding, replicated, tree_shardings
-from jppo.state import as_frozen
 from jppo.tokens import pad
 
 

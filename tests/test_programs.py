@@ -252,6 +252,18 @@ def test_weights_are_gathered_once_a_rollout():
     assert inside and max(inside) < part  # samples and masks alone
 
 
+def test_weights_are_cast_before_they_are_gathered():
+    setup = tiny.make_setup(cfg=tiny.dataclasses.replace(WIDE, dtype="bfloat16"))
+    run = programs.build(setup, make_mesh({"fsdp": 4, "tensor": 2}))
+    args = *abstract_trees(setup), programs.abstract_prompts(setup)
+    text = run.generate.lower(*args).as_text()
+    pinned = [
+        x for x in text.splitlines() if re.search("sharding_constraint|@Shard", x)
+    ]
+    up = {kind for x in pinned for kind in re.findall(r"tensor<2x128x256x(\w+)>", x)}
+    assert up == {"bf16"}
+
+
 def test_placed_trees_lie_as_the_rules_say():
     setup = tiny.make_setup(reward=True)
     run = programs.build(setup, make_mesh({"fsdp": 4, "tensor": 2}))

@@ -140,6 +140,30 @@ def policy_params(base: Params, reference: Params, actor: Params) -> Params:
     return merge_params(base, overlay(reference, actor))
 
 
+def as_frozen(tree: Any, dtype: str) -> Any:
+    """A tree as it is kept while it does not learn: matrices in the compute dtype.
+
+    Exact, because every product casts them to it anyway. An array that occurs twice
+    is cast once, so that it stays one array.
+    """
+    cast: dict[int, Any] = {}
+
+    def keep(path: Any, leaf: Any) -> Any:
+        matrix = path[-1].key in ("kernel", "embedding", "positions")
+        if not matrix or _is_head(path) or leaf.dtype == jnp.dtype(dtype):
+            return leaf
+        if id(leaf) not in cast:
+            cast[id(leaf)] = leaf.astype(jnp.dtype(dtype))
+        return cast[id(leaf)]
+
+    return jax.tree_util.tree_map_with_path(keep, tree)
+
+
+def _is_head(path: Any) -> bool:
+    """The scalar head works in float32."""
+    return len(path) > 1 and getattr(path[-2], "key", None) == "head"
+
+
 def embed(
     cfg: ModelConfig,
     params: Params,

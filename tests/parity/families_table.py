@@ -3,7 +3,7 @@
     python tests/parity/families_table.py            # prints the table
     python tests/parity/families_table.py --write    # and puts it into the page
 
-Needs torch; takes some two minutes. `test_families_parity.py` asserts the same measurements.
+Needs torch; takes some two minutes. `test_families_parity.py` asserts the same.
 Each is the largest absolute difference of logits (or scores) over valid tokens, in
 float32, of a tiny random model with weights far from the flat start.
 """

@@ -139,7 +139,7 @@ def bound(gap: float) -> str:
     """The next 1, 2 or 5 times a power of ten: the digit does not flicker."""
     if not gap <= LIMIT:
         return f"**{gap:.0e}**"
-    steps = (d * 10.0**e for e in range(-8, 0) for d in (1, 2, 5))
+    steps = (float(f"{d}e{e}") for e in range(-8, 0) for d in (1, 2, 5))
     return f"≤ {next(step for step in steps if gap <= step):.0e}".replace("e-0", "e-")
 
 

@@ -103,20 +103,20 @@ def textbook(weights: int) -> str:
     roles = [
         memory.textbook_bytes(weights, trained=t) for t in (True, True, False, False)
     ]
-    terms = " + ".join(f"{n / memory.GB:.0f}" for n in roles)
+    terms = " + ".join(f"{n / memory.GB:.3g}" for n in roles)
     return (
-        f"{weights / 1e9:.0f} B weights a role, by the textbook:"
-        f" {terms} = {sum(roles) / memory.GB:.0f} GB."
+        f"{weights / 1e9:.3g} B weights a role, by the textbook:"
+        f" {terms} = {sum(roles) / memory.GB:.3g} GB."
     )
 
 
-def tables(model: ModelConfig, name: str) -> str:
-    """Both tables, as Markdown."""
+def tables(model: ModelConfig, name: str, told: int | None = None) -> str:
+    """Both tables, as Markdown. told: the size by which the model is known."""
     size = memory.weights_of(model)
     kinds = ["bytes per parameter", "weights", "gradients", "Adam moments", "total"]
     head = [f"{name}, GB", *memory.ROLES, "shared", "total", "bytes per policy weight"]
     return (
-        f"{textbook(round(size, -9))}\n\n"
+        f"{textbook(told or size)}\n\n"
         f"{name}: {size / 1e9:.2f} B weights, computing in {model.dtype}.\n\n"
         f"{markdown(kinds, kind_rows(model))}\n\n{markdown(head, layout_rows(model))}"
     )
@@ -136,19 +136,18 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
     args = parser.parse_args(argv)
-    model, name = LLAMA_7B, "Llama-2-7B"
+    if args.write and (args.model or args.dtype != "bfloat16"):
+        parser.error("the page shows Llama-2-7B in bfloat16: --write takes no other")
+    model, name, told = LLAMA_7B, "Llama-2-7B", 7 * 10**9
     if args.model:
         file = Path(args.model) / "config.json"
         if not file.is_file():
             parser.error(f"--model: there is no {file}")
-        model, name = config_from_json(file, dtype=args.dtype)[0], Path(args.model).name
-    made = tables(dataclasses.replace(model, dtype=args.dtype), name)
+        model, _ = config_from_json(file, dtype=args.dtype)
+        name, told = Path(args.model).resolve().name, None
+    made = tables(dataclasses.replace(model, dtype=args.dtype), name, told)
     print(made)
     if args.write:
-        if args.model or args.dtype != "bfloat16":
-            parser.error(
-                "the page shows Llama-2-7B in bfloat16: --write takes no other"
-            )
         PAGE.write_text(written(PAGE.read_text("utf-8"), made), encoding="utf-8")
 
 

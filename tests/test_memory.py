@@ -10,6 +10,7 @@ import tiny
 
 from jppo import memory
 from jppo.config import LoraConfig
+from jppo.models.hf import save_hf
 from jppo.models.lora import init_adapter, overlay
 from jppo.state import init_state, init_trees
 
@@ -132,6 +133,16 @@ def test_the_page_shows_what_the_command_prints():
     assert page.split("<!-- memory table -->\n")[1].split("<!-- end -->")[0] == (
         printed.stdout
     )
+
+
+def test_a_model_of_ones_own_is_told_by_its_size(tmp_path):
+    save_hf(tmp_path / "mine", tiny.CFG, tiny.params())
+    size = memory.weights_of(tiny.CFG)
+    out = table("--model", str(tmp_path / "mine"), "--dtype", "float32").stdout
+    first, second = out.splitlines()[0], out.splitlines()[2]
+    assert first.startswith(f"{size / 1e9:.3g} B weights a role")
+    assert second == f"mine: {size / 1e9:.2f} B weights, computing in float32."
+    assert "| a frozen one | 4 | – | – | 4 |" in out
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,17 @@ def write(folder: Path, layers: int, shards: int) -> int:
     return max(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--shards", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=positive, default=24)
+    parser.add_argument("--shards", type=positive, default=8)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--load", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.load:
@@ -109,7 +115,9 @@ def main() -> None:
         found: dict[str, list[dict[str, float]]] = {"mesh": [], "host": []}
         for _ in range(args.rounds):
             for how, rows in found.items():
-                out = subprocess.run([*command, how], check=True, capture_output=True)
+                out = subprocess.run(
+                    [*command, how], check=True, stdout=subprocess.PIPE
+                )
                 rows.append(json.loads(out.stdout.splitlines()[-1]))
     model = found["mesh"][0]["model"]
     print(
